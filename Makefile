@@ -39,7 +39,7 @@ demo: $(STAMP) ## the digits network in both coordinates and a small language mo
 	@echo "Starting the demo (about a minute on two cores)"  # importing torch alone takes two seconds
 	@$(BIN)/egop-lab demo $(ARGS)
 
-bench: $(STAMP) ## what a basis costs, and what a step costs the host (options: ARGS="--only host")
+bench: $(STAMP) ## what a step costs the host
 	@$(BIN)/egop-lab bench $(ARGS)
 
 docs: $(DOCS) ## the site, in build/docs/index.html; a warning fails
@@ -77,7 +77,7 @@ smoke: ## install what make dist has built in a fresh environment, and try it th
 	cp .ci/smoke.py $(SMOKE)/ && cd $(SMOKE) && env -u PYTHONPATH bin/python smoke.py
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) egop-demo egop-records egop-report egop-bench.json build dist .constraints-*.txt .pytest_cache .ruff_cache .mypy_cache .hypothesis docs/gallery-pages
+	rm -rf $(VENV) egop-demo egop-records egop-report build dist .constraints-*.txt .pytest_cache .ruff_cache .mypy_cache .hypothesis docs/gallery-pages
 	find src lab tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # No stamp: whatever is there may be half an environment, so start afresh. An old stamp: update in place.

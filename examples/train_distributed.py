@@ -113,9 +113,12 @@ def load_text(place: str | None, context: int, device: torch.device) -> Text:
     """Load the text, by default the source of egop. The last tenth is for validation."""
     if place is not None:
         try:
-            return load(place, device, smallest=max(10_000, 100 * (context + 1)))
+            text = load(Path(place))
         except MissingDataError as error:
             raise SystemExit(str(error)) from None
+        if len(text.train) < max(10_000, 100 * (context + 1)):
+            raise SystemExit(f"The text at {place} is too short for a context of {context}.")
+        return Text(text.train.to(device), text.validation.to(device))
     source = b"".join(path.read_bytes() for path in sorted(Path(egop.__file__).parent.rglob("*.py")))
     whole = torch.frombuffer(bytearray(source), dtype=torch.uint8).to(device)
     return Text(*whole.split([len(whole) - len(whole) // 10, len(whole) // 10]))

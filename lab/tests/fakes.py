@@ -8,22 +8,20 @@ from egop_lab.training.records import Record, Store
 
 
 def faked(experiment, outcome, path, preset="quick"):
-    """An experiment of tuned methods and a store with all its records; ``outcome(config)`` is the result of a run."""
+    """An experiment of tuned methods with all its records; ``outcome(config)`` is the result of a run."""
 
     class Faked(experiment):
-        def _run_tasks(self, tasks, store, context, what):
-            for task in tasks:
-                for rate in task.rates:
-                    configs = store.missing(self._configs(context.preset, task, rate))
-                    store.add(*(Record(config, outcome(config)) for config in configs))
+        def _run_tasks(self, tasks, context):
+            configs = self.store.missing(config for task in tasks for config in self._configs(task))
+            self.store.add(*(Record(config, outcome(config)) for config in configs))
 
-    made, store = Faked(), Store(path / "records.jsonl")
-    made.run(store, Context(preset=preset, progress=False))
-    return made, store
+    made = Faked(preset, Store(path / "records.jsonl"))
+    made.run(Context(progress=False))
+    return made
 
 
-def verdicts(experiment, store, preset="quick"):
-    return {judged.id.partition("/")[2]: judged.verdict for judged in experiment.judge(store, preset)}
+def verdicts(experiment):
+    return {judged.id.partition("/")[2]: judged.verdict for judged in experiment.judge()}
 
 
 def in_this_process(function, configs, store, context, description):

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from egop_lab.experiments.registry import experiment
-from egop_lab.experiments.reproduce import open_store
+from egop_lab.experiments.registry import find_experiment
 from egop_lab.race.tables import METHODS, TITLES
+from egop_lab.training.records import Store
 
 ROOT = Path(__file__).parents[2]
 SCRIPT, RECORDS = ROOT / "lab" / "recompute.py", ROOT / "docs" / "records"
@@ -24,7 +24,7 @@ def test_five_verdicts_are_the_same_without_the_lab():
     judged = {
         item.id: item.verdict
         for id in {claim.partition("/")[0] for claim in found}
-        for item in experiment(id).judge(open_store(RECORDS, id), "full")
+        for item in find_experiment(id)("full", Store(RECORDS / f"{id}.jsonl")).judge()
     }
     assert found == {claim: judged[claim] for claim in found}
 

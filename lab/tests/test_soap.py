@@ -1,11 +1,10 @@
 """Adam with ``Online(structure=Kronecker())`` beside pytorch_optimizer's SOAP: lab/notes/soap.md says what differs.
 
-Run as a program, this file prints the numbers of that page and draws its picture.
+Run as a program, this file prints the numbers of that page.
 """
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 from functools import cache
 from unittest import mock
@@ -146,11 +145,8 @@ def test_two_details_and_eps_are_all_that_differs(every, eps, slack):
     assert deviation(online_with_soaps_details("square", every, eps), soap("square", every, eps)) < slack
 
 
-def main(picture):
-    """Print the table of lab/notes/soap.md and draw its picture."""
-    from egop_lab.plots.figures import draw_picture, save_figure
-    from egop_lab.plots.picture import Panel, Picture, Series
-
+def main():
+    """Print the table of lab/notes/soap.md."""
     marks = [10, 50, 100, STEPS - 1]
     for name in WIDTHS:
         print(f"\n{name} {WIDTHS[name]}: loss after {marks} steps, largest deviation from SOAP")
@@ -167,22 +163,7 @@ def main(picture):
                 values = " ".join(f"{losses[mark].item():8.4f}" for mark in marks)
                 other = soap(name, every, 1e-10 if "eps" in label else 1e-8)
                 print(f"{label:40} {values}  {deviation(losses, other):9.4%}")
-    panels = []
-    for every in (1, 10):
-        curves = {
-            "SOAP": soap("square", every),
-            "Adam + Online(Kronecker)": online("square", every),
-            "... with SOAP's details": online_with_soaps_details("square", every),
-            "Adam": adam("square"),
-        }
-        series = [
-            Series(label, range(len(losses)), losses.tolist(), egop="SOAP's" in label)
-            for label, losses in curves.items()
-        ]
-        title = "Renewed at every step" if every == 1 else f"Renewed every {every} steps"
-        panels.append(Panel(title, "step", "loss", series))
-    save_figure(draw_picture(Picture("soap", "", panels)), picture)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -142,12 +142,8 @@ def build_rotated(
 ) -> Optimizer:
     """Build AdamW in rotated coordinates.
 
-    Args:
-        setup: what it is built from.
-        upfront: the structure of a basis that is estimated before the training.
-        renewed: estimate it again after every period, at the current point.
-        scale: the standard deviation around that point.
-        online: the structure of a basis that follows the gradients.
+    A basis is estimated before the training (``upfront``) and, if ``renewed``, again after every period around the
+    current point, with a standard deviation of ``scale``; or it follows the gradients (``online``).
     """
     refresh: egop.Refresh | None = setup.resample(scale) if renewed else None
     if online is not None:

@@ -10,23 +10,20 @@ import torch
 from egop_lab.data.missing import MissingDataError
 from egop_lab.data.text import Text, Windows, load
 
-CPU = torch.device("cpu")
 
-
-def test_text_is_found_where_it_may_be(tmp_path):
-    def both(place):
-        found = load(str(place), CPU, smallest=1)
+def test_a_folder_has_two_parts_or_one_file_whose_last_tenth_validates(tmp_path):
+    def both():
+        found = load(tmp_path)
         return bytes(found.train), bytes(found.validation)
 
+    with pytest.raises(MissingDataError, match="There is no text at"):
+        load(tmp_path)
     (tmp_path / "book.txt").write_bytes(bytes(range(100)))
-    assert both(tmp_path / "book.txt") == (bytes(range(90)), bytes(range(90, 100))), "the last tenth validates"
-    assert both(tmp_path) == both(tmp_path / "book.txt")
-    inside = tmp_path / "text" / "wikitext-2"
-    inside.mkdir(parents=True)
-    (inside / "train.articles.txt.gz").write_bytes(gzip.compress(b"to train"))
-    (inside / "valid.txt.gz").write_bytes(gzip.compress(b"to validate"))
-    (inside / "test.txt").write_bytes(b"not used")
-    assert both(tmp_path) == both(inside) == (b"to train", b"to validate"), "two parts come before one file"
+    assert both() == (bytes(range(90)), bytes(range(90, 100)))
+    assert bytes(load(tmp_path / "book.txt").train) == bytes(range(90))
+    (tmp_path / "train.articles.txt.gz").write_bytes(gzip.compress(b"to train"))
+    (tmp_path / "valid.txt.gz").write_bytes(gzip.compress(b"to validate"))
+    assert both() == (b"to train", b"to validate"), "two parts come before one file"
 
 
 def test_windows_of_the_validation_text_are_spread_and_do_not_overlap():
@@ -45,5 +42,5 @@ def test_windows_for_training_come_from_all_of_the_text():
 
 def test_damaged_text_is_said_in_one_line(tmp_path):
     (tmp_path / "text.txt.gz").write_bytes(gzip.compress(b"text" * 100)[:20])
-    with pytest.raises(MissingDataError, match=r"text\.txt\.gz cannot be read .* with --data PATH"):
-        load(str(tmp_path), CPU, smallest=1)
+    with pytest.raises(MissingDataError, match=r"text\.txt\.gz cannot be read"):
+        load(tmp_path)

@@ -6,7 +6,7 @@ from egop_lab.experiments.alexnet import METHODS, AlexNetExperiment
 from egop_lab.models.alexnet import alexnet
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
-from egop_lab.training.sweeps import TUNING
+from egop_lab.training.tuning import TUNING
 from fakes import image_folder, verdicts
 
 
@@ -20,20 +20,21 @@ def test_the_network_is_torchvisions():
 
 
 class Toy(AlexNetExperiment):
-    def settings(self, preset):
+    @property
+    def settings(self):
         small = {"rates": [1e-3], "epochs": 1, "tuning epochs": 1, "batch": 8, "side": 66, "crop": 64}
-        return super().settings(preset) | small | {"width": 25, "hidden": 4, "weight decay": 10.0, "images": [16, 8]}
+        return super().settings | small | {"width": 25, "hidden": 4, "weight decay": 10.0, "images": [16, 8]}
 
 
 def test_a_toy_run_has_every_method_from_one_start(tmp_path):
     store, context = Store(tmp_path / "records.jsonl"), Context(progress=False, data=image_folder(tmp_path / "images"))
-    Toy().run(store, context)
+    Toy("quick", store).run(context)
     assert len(store) == 2 * len(METHODS)
-    runs = Toy()._reported_runs(store, "quick")
+    runs = Toy("quick", store)._reported_runs()
     assert len({own[0].result["loss"][0] for own in runs.values()}) == 1
     assert len({own[0].result["loss"][1] for own in runs.values()}) == len(METHODS)
-    assert len(Toy().tables(store, "quick")[0].rows) == len(METHODS)
-    assert set(verdicts(Toy(), store).values()) == {"cannot be judged"}, "one trial of a small version"
+    assert len(Toy("quick", store).tables()[0].rows) == len(METHODS)
+    assert set(verdicts(Toy("quick", store)).values()) == {"cannot be judged"}, "one trial of a small version"
 
 
 @pytest.mark.parametrize(
@@ -46,10 +47,11 @@ def test_a_toy_run_has_every_method_from_one_start(tmp_path):
     ],
 )
 def test_each_rule_can_fail(tmp_path, ends, failing):
-    one, store = AlexNetExperiment(), Store(tmp_path / "records.jsonl")
+    store = Store(tmp_path / "records.jsonl")
+    one = AlexNetExperiment("full", store)
     for method, end in zip(METHODS, ends, strict=True):
-        for lr in one.settings("full")["rates"]:
+        for lr in one.settings["rates"]:
             for seed, epochs in ((TUNING, 10), (0, 30), (1, 30), (2, 30)):
-                config = one._config("full", method, lr, epochs, seed)
+                config = one._config(method, lr, epochs, seed)
                 store.add(Record(config, {"training loss": [2.3, end], "accuracy": [0.1, 0.5], "loss": [2.3, end]}))
-    assert {claim for claim, verdict in verdicts(one, store, "full").items() if verdict != "holds"} == failing
+    assert {claim for claim, verdict in verdicts(one).items() if verdict != "holds"} == failing

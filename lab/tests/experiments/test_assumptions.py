@@ -11,17 +11,18 @@ from fakes import verdicts
 
 def faked(tmp_path, monkeypatch, ratios=(0.1, 0.2, 0.3), shares=(0.2, 0.3, 0.9), dense=1.0, two=0.9):
     """Made-up measurements of three problems."""
-    monkeypatch.setattr(assumptions, "_list_problems", lambda preset: ["a", "b", "c"])
+    monkeypatch.setattr(AssumptionsExperiment, "_problems", lambda self: ["a", "b", "c"])
     found = dict(zip("abc", shares, strict=True))
-    monkeypatch.setattr(assumptions, "_share_of_steps", lambda store, preset, problem, optimizer: found[problem])
-    one, store = AssumptionsExperiment(), Store(tmp_path / "assumptions.jsonl")
+    monkeypatch.setattr(AssumptionsExperiment, "_share_of_steps", lambda self, problem, optimizer: found[problem])
+    store = Store(tmp_path / "assumptions.jsonl")
+    one = AssumptionsExperiment("quick", store)
     values = dict(zip("abc", ratios, strict=True))
     likeness = {f"{name} of {who}": value for name in ("cosine", "alignment")
                 for who, value in (("one", 0.95), ("two", two), ("random", 0.1))}  # fmt: skip
-    for config in [config for configs in one.configs("quick").values() for config in configs]:
+    for config in [config for configs in one.configs().values() for config in configs]:
         block = {"dimension": 2.0, "stable rank": 1.0, "density": 0.5, "ratio": values.get(config.get("problem"), 0.0)}
         store.add(Record(config, {"blocks": {"w": block}, "share": dense, "mean": 0.63, **likeness}))
-    return one, store
+    return one
 
 
 @pytest.mark.parametrize(
@@ -35,9 +36,9 @@ def faked(tmp_path, monkeypatch, ratios=(0.1, 0.2, 0.3), shares=(0.2, 0.3, 0.9),
     ],
 )
 def test_each_rule_can_fail(tmp_path, monkeypatch, changed, failing):
-    one, store = faked(tmp_path, monkeypatch, **changed)
-    assert {claim for claim, verdict in verdicts(one, store).items() if verdict != "holds"} == failing
-    ratios, dense = one.tables(store, "quick")
+    one = faked(tmp_path, monkeypatch, **changed)
+    assert {claim for claim, verdict in verdicts(one).items() if verdict != "holds"} == failing
+    ratios, dense = one.tables()
     assert [len(ratios.rows), len(dense.rows)] == [3, 4]
 
 
@@ -69,7 +70,7 @@ def test_ratios_are_weighted_by_dimension_and_ranks_are_spearmans():
 
 
 def test_the_blocks_of_a_problem_are_measured_from_its_own_basis():
-    blocks = assumptions._measure_blocks("convex, logistic", 0, "quick")
+    blocks = AssumptionsExperiment()._measure_blocks("convex, logistic", 0)
     assert [own["dimension"] for own in blocks.values()] == [3.0]
     (own,) = blocks.values()
     assert own["ratio"] == pytest.approx(own["stable rank"] / (3 * own["density"]))

@@ -14,15 +14,17 @@ from egop_lab.experiments.controls import (
     draw_rotation,
     judge_rotation,
 )
+from egop_lab.experiments.digits import DigitsExperiment
+from egop_lab.experiments.linear_networks import LinearNetworksExperiment
 from egop_lab.experiments.tuned_experiment import Method
 from egop_lab.training import batched
 from egop_lab.training import linear as linear_problem
+from egop_lab.training.batched import EGOP, ORIGINAL, RANDOM
 from egop_lab.training.context import Context
 from egop_lab.training.digits import DigitsProblem
-from egop_lab.training.instances import RANDOM
 from egop_lab.training.linear import LinearProblem
 from egop_lab.training.records import Store
-from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING
+from egop_lab.training.tuning import TUNING
 from fakes import faked
 
 CPU = torch.device("cpu")
@@ -106,25 +108,26 @@ def test_a_random_rotation_may_give_less_than_half_of_the_gain(egops, random, ve
 
 
 class Toy(ControlsExperiment):
-    def settings(self, preset):
+    @property
+    def settings(self):
         trials = {DIGITS: 1, LINEAR: 1, FASHION: 1}
-        return super().settings(preset) | {"trials": trials, "VectorAdam rates": [0.04, 0.1]}
+        return super().settings | {"trials": trials, "VectorAdam rates": [0.04, 0.1]}
 
 
 def test_a_toy_run_does_each_control_once(tmp_path, monkeypatch):
     monkeypatch.setattr(linear_problem, "WIDTHS", (10, 5, 4, 10))
-    for problem, one in controls._EXPERIMENTS.items():
-        small = one.settings("quick") | {"epochs": 1, "tuning trials": 1}
+    for one in (DigitsExperiment, LinearNetworksExperiment):
+        small = one().settings | {"epochs": 1, "tuning trials": 1}
         rates = {name: rates[:1] for name, rates in small["rates"].items()}
-        changed = small | {"rates": rates} | ({"samples": 2000} if problem == LINEAR else {})
-        monkeypatch.setattr(type(one), "settings", lambda self, preset, changed=changed: changed)
-    monkeypatch.setattr(VectorFactorization, "run", lambda self, store, context: None)
-    monkeypatch.setattr(Toy, "_run_fashion", lambda self, store, context: None)
+        changed = small | {"rates": rates} | ({"samples": 2000} if "samples" in small else {})
+        monkeypatch.setattr(one, "settings", changed)
+    monkeypatch.setattr(VectorFactorization, "run", lambda self, context: None)
+    monkeypatch.setattr(Toy, "_run_fashion", lambda self, context: None)
     store = Store(tmp_path / "controls.jsonl")
     for _ in range(2):
-        Toy().run(store, Context(progress=False))
+        Toy("quick", store).run(Context(progress=False))
         assert len(store) == 2 + 2 + 2 * 2
-    assert {run.config["seed"] for run in Toy().records(store, "quick", optimizer="VectorAdam")} == {0, TUNING}
+    assert {run.config["seed"] for run in Toy("quick", store).records(optimizer="VectorAdam")} == {0, TUNING}
     assert all(run.result["final"] > 0 for run in store)
 
 
@@ -134,11 +137,11 @@ def test_vector_adam_is_tuned_as_the_others_are(tmp_path):
         fall = 8.0 if config["lr"] == 0.1 else 1.0
         return {"excess": [10.0 ** (-fall * k / (count - 1)) for k in range(count)], "error": [0.1] * count}
 
-    one, store = faked(VectorFactorization, outcome, tmp_path)
-    (case,) = one.starts("quick")
-    assert one.choose_rate(store, "quick", case, Method("VectorAdam")) == 0.1
-    assert one.steps_to(store, "quick", Method("VectorAdam"), 1e-4, case) == pytest.approx(500)
-    assert {run.config["experiment"] for run in store} == {"controls"}
+    one = faked(VectorFactorization, outcome, tmp_path)
+    (case,) = one.starts()
+    assert one.choose_rate(case, Method("VectorAdam")) == 0.1
+    assert one.steps_to(Method("VectorAdam"), 1e-4, case) == pytest.approx(500)
+    assert {run.config["experiment"] for run in one.store} == {"controls"}
 
 
 def test_fashion_mnist_gets_as_many_random_directions(tmp_path, monkeypatch):

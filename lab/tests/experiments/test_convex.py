@@ -13,9 +13,9 @@ from egop_lab.experiments.convex import (
     apply_stopping_rule,
 )
 from egop_lab.experiments.tuned_experiment import Method
+from egop_lab.training.batched import EGOP, ORIGINAL
 from egop_lab.training.context import Context
 from egop_lab.training.records import Store
-from egop_lab.training.sweeps import EGOP, ORIGINAL
 from fakes import faked, verdicts
 
 KINDS = [LOG_SUM_EXP, LOGISTIC, LEAST_SQUARES]
@@ -73,8 +73,9 @@ def test_the_stopping_rule():
 
 
 class Toy(ConvexExperiment):
-    def settings(self, preset):
-        settings = super().settings(preset)
+    @property
+    def settings(self):
+        settings = super().settings
         small = {"trials": 2, "tuning trials": 1, "steps": 20, "record every": 10, "record tuning every": 20}
         objectives = [{**case, "n": 12, "d": 3, "samples": 15} for case in settings["objectives"]]
         return {
@@ -87,22 +88,22 @@ class Toy(ConvexExperiment):
 
 def test_the_result_has_the_shape_of_the_figure(tmp_path):
     store = Store(tmp_path / "records.jsonl")
-    Toy().run(store, Context(progress=False))
-    (picture,) = Toy().pictures(store, "quick")
+    Toy("quick", store).run(Context(progress=False))
+    (picture,) = Toy("quick", store).pictures()
     assert [panel.title for panel in picture.panels[:3]] == KINDS
     assert [line.label for line in picture.panels[0].series] == [
         "Adam", "Adam, EGOP", "Adagrad", "Adagrad, EGOP", "SGD", "SGD, EGOP", "SGD+momentum", "SGD+momentum, EGOP",
     ]  # fmt: skip
     assert list(picture.panels[0].series[0].x) == [0, 10, 20]
-    found = verdicts(Toy(), store)
+    found = verdicts(Toy("quick", store))
     assert len(found) == 13
     assert all(verdict == "holds" for name, verdict in found.items() if name.endswith("same"))
 
 
 def test_the_full_preset_has_random_rotations_too(tmp_path):
     store = Store(tmp_path / "records.jsonl")
-    Toy().run(store, Context(preset="full", progress=False))
-    (picture,) = Toy().pictures(store, "full")
+    Toy("full", store).run(Context(progress=False))
+    (picture,) = Toy("full", store).pictures()
     rotated = [line for line in picture.panels[0].series if "random rotation" in line.label]
     assert [(line.method, line.egop) for line in rotated] == [
         ("random rotation Adam", False),
@@ -132,7 +133,7 @@ def as_in_the_paper(method, objective):
 
 
 def test_the_claims_hold_where_the_records_say_so(tmp_path):
-    found = verdicts(*faked(ConvexExperiment, outcome(as_in_the_paper), tmp_path))
+    found = verdicts(faked(ConvexExperiment, outcome(as_in_the_paper), tmp_path))
     assert set(found.values()) == {"holds"}
 
 
@@ -141,8 +142,8 @@ def test_traces_that_are_near_do_not_coincide(tmp_path):
         faster = objective == LOGISTIC and method == Method("Adam", EGOP)
         return as_in_the_paper(method, objective) * (1.2 if faster else 1)
 
-    experiment, store = faked(ConvexExperiment, outcome(near), tmp_path)
-    unchanged = next(each for each in experiment.judge(store, "quick") if each.id.endswith("Adam-unchanged"))
+    experiment = faked(ConvexExperiment, outcome(near), tmp_path)
+    unchanged = next(each for each in experiment.judge() if each.id.endswith("Adam-unchanged"))
     assert (unchanged.verdict, unchanged.alternatives[0].verdict) == ("does not hold", "holds")
 
 
@@ -152,7 +153,7 @@ def test_the_claims_fail_where_the_records_say_so(tmp_path):
             return 0.05
         return 0.002 if method.coordinates == EGOP else 0.02
 
-    found = verdicts(*faked(ConvexExperiment, outcome(opposite), tmp_path))
+    found = verdicts(faked(ConvexExperiment, outcome(opposite), tmp_path))
     assert {name for name, verdict in found.items() if verdict == "holds"} == {n for n in found if n.endswith("same")}
     assert found["logistic-Adam-unchanged"] == "does not hold"
     assert found["logistic-Adagrad-competitive"] == "does not hold"
@@ -162,13 +163,13 @@ def test_sgd_that_differs_between_coordinates_is_an_error(tmp_path):
     def wrong(method, objective):
         return 0.004 if method == Method("SGD", EGOP) else as_in_the_paper(method, objective)
 
-    experiment, store = faked(ConvexExperiment, outcome(wrong), tmp_path)
+    experiment = faked(ConvexExperiment, outcome(wrong), tmp_path)
     with pytest.raises(AssertionError, match=r"SGD on .* differs between coordinates"):
-        experiment.judge(store, "quick")
+        experiment.judge()
 
 
 def test_a_best_rate_at_the_end_of_the_grid_is_said(tmp_path):
-    experiment, store = faked(ConvexExperiment, outcome(as_in_the_paper), tmp_path)
-    judged = next(j for j in experiment.judge(store, "quick") if j.id == "convex/least-squares-Adagrad-better")
+    experiment = faked(ConvexExperiment, outcome(as_in_the_paper), tmp_path)
+    judged = next(j for j in experiment.judge() if j.id == "convex/least-squares-Adagrad-better")
     assert "(Adagrad: best at the end of the grid, 0.01)" in judged.finding  # all rates tie: the smallest is taken
     assert experiment.tuning_method(Method("SGD", EGOP)) == Method("SGD", ORIGINAL)

@@ -10,10 +10,11 @@ from egop_lab.experiments.curves import (
     median,
     quartiles,
     quartiles_by_rate,
+    rank_correlation,
     rate_series,
 )
+from egop_lab.training.batched import EGOP
 from egop_lab.training.records import Record
-from egop_lab.training.sweeps import EGOP
 from egop_lab.training.tuning import best_rate
 
 
@@ -57,3 +58,7 @@ def test_sgd_that_differs_between_coordinates_is_an_error():
     other = [Record({"seed": 0}, {"loss": [1.0, 0.6, 0.3]})]
     with pytest.raises(AssertionError, match="toy/same: SGD differs between coordinates"):
         check_same_in_both("toy/same", "SGD", one, other, "loss", 1e-6)
+
+
+def test_equal_values_share_their_rank():
+    assert rank_correlation([1, 2, 2, 4], [1, 2, 3, 4]) == pytest.approx(0.9487, abs=1e-4)

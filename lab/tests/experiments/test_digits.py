@@ -1,6 +1,3 @@
-import math
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
@@ -11,11 +8,12 @@ from egop_lab.experiments.digits import DigitsExperiment
 from egop_lab.models.small import cross_entropy, scores, xavier_
 from egop_lab.training import batched
 from egop_lab.training import digits as digits_problem
-from egop_lab.training.context import Context, map_in_processes
+from egop_lab.training.batched import EGOP, ORIGINAL
+from egop_lab.training.context import Context
 from egop_lab.training.digits import BATCH, STEPS_PER_EPOCH, DigitsProblem, make_generator
 from egop_lab.training.loop import train
 from egop_lab.training.records import Record, Store
-from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING
+from egop_lab.training.tuning import TUNING
 from fakes import verdicts
 
 LOSSES = {
@@ -28,8 +26,9 @@ LOSSES = {
 
 def faked(tmp_path, losses, accuracy=None, only_at_chosen=False, tuned=1):
     """Made-up runs; one of the rates has the best validation accuracy, on tuning trials perhaps another one."""
-    experiment, store = DigitsExperiment(), Store(tmp_path / "records.jsonl")
-    for optimizer, rates in experiment.settings("quick")["rates"].items():
+    store = Store(tmp_path / "records.jsonl")
+    experiment = DigitsExperiment("quick", store)
+    for optimizer, rates in experiment.settings["rates"].items():
         for kind in (ORIGINAL, EGOP):
             for rate in rates:
                 turned = kind == EGOP and optimizer in ("Adam", "Adagrad")
@@ -42,17 +41,17 @@ def faked(tmp_path, losses, accuracy=None, only_at_chosen=False, tuned=1):
                     result = {"loss": [10.0, soon, loss], "test accuracy": share}
                     best = rates[tuned if seed == TUNING else 1]
                     result["best validation accuracy"] = 0.95 if rate == best else 0.5
-                    store.add(Record(experiment.config("quick", **config), result))
-    return experiment, store
+                    store.add(Record(experiment.config(**config), result))
+    return experiment
 
 
 def judged(*arguments, **options):
-    return verdicts(*faked(*arguments, **options))
+    return verdicts(faked(*arguments, **options))
 
 
 def test_rates_are_chosen_as_in_the_paper_and_those_of_tuning_trials_stand_beside(tmp_path):
-    experiment, store = faked(tmp_path, LOSSES, only_at_chosen=True, tuned=2)
-    found = {each.id: each for each in experiment.judge(store, "quick") if each.kind == "claim"}
+    experiment = faked(tmp_path, LOSSES, only_at_chosen=True, tuned=2)
+    found = {each.id: each for each in experiment.judge() if each.kind == "claim"}
     lower = found["digits/Adam-lower"]
     assert lower.verdict == "holds"
     (other,) = lower.alternatives
@@ -95,7 +94,8 @@ def test_sgd_that_differs_between_coordinates_is_an_error(tmp_path):
 
 
 class Toy(DigitsExperiment):
-    def settings(self, preset):
+    @property
+    def settings(self):
         rates = {"Adam": [0.01, 0.04], "Adagrad": [0.1], "SGD": [0.1, 0.4], "SGD+momentum": [0.1]}
         return {"trials": 2, "tuning trials": 1, "epochs": 2, "rates": rates}
 
@@ -115,16 +115,17 @@ def test_a_toy_run_has_curves_of_all_methods_in_both_coordinates(tmp_path, monke
 
     monkeypatch.setattr(DigitsProblem, "bases", lambda self: [])
     monkeypatch.setattr(batched.Basis, "stack", stack)
-    store, experiment = Store(tmp_path / "records.jsonl"), Toy()
-    experiment.run(store, Context(progress=False))
+    store = Store(tmp_path / "records.jsonl")
+    experiment = Toy("quick", store)
+    experiment.run(Context(progress=False))
     assert len(store) == 6 * 1 + 6 * 2 * 2
     assert {len(record.result["loss"]) for record in store} == {3}
     for seed in (0, 1):
-        starts = {record.result["loss"][0] for record in experiment.records(store, "quick", seed=seed)}
+        starts = {record.result["loss"][0] for record in experiment.records(seed=seed)}
         assert max(starts) <= min(starts) * 1.0001, "equivalent starts"
-    found = verdicts(experiment, store)
+    found = verdicts(experiment)
     assert found["SGD-same"] == found["SGD+momentum-same"] == "holds"
-    (picture,) = experiment.pictures(store, "quick")
+    (picture,) = experiment.pictures()
     assert [len(panel.series) for panel in picture.panels] == [8, 8, 8]
     assert [len(series.x) for series in picture.panels[0].series] == [3] * 8
     assert all(series.egop == (EGOP in series.label) for series in picture.panels[0].series)
@@ -173,11 +174,6 @@ def test_a_run_in_the_batch_is_the_run_by_itself(optimizer, turned):
     )
     assert found["loss"][1, 0].tolist() == pytest.approx(alone.loss, rel=1e-4)
     assert found["test accuracy"][1, 0].tolist() == pytest.approx(alone.metrics["test accuracy"], abs=2e-3)
-
-
-def test_processes_keep_the_order(monkeypatch):
-    monkeypatch.setattr("egop_lab.training.context._make_pool", ThreadPoolExecutor)  # which starts at once
-    assert map_in_processes(math.sqrt, [4.0, 9.0, 16.0], 2) == [2.0, 3.0, 4.0]
 
 
 def test_a_basis_has_a_block_for_each_weight_matrix(monkeypatch):

@@ -33,9 +33,10 @@ def results(**changed):
 
 
 def judged(tmp_path, results):
-    experiment, store = DigitsSpectrumExperiment(), Store(tmp_path / "digits-spectrum.jsonl")
-    store.add(*(Record(config, results[config["rho"]]) for config in experiment.configs("quick")))
-    return verdicts(experiment, store)
+    store = Store(tmp_path / "digits-spectrum.jsonl")
+    experiment = DigitsSpectrumExperiment("quick", store)
+    store.add(*(Record(config, results[config["rho"]]) for config in experiment.configs()))
+    return verdicts(experiment)
 
 
 def test_all_claims_hold_where_spectra_are_as_the_paper_says(tmp_path):
@@ -66,8 +67,9 @@ def test_what_is_kept_of_a_spectrum_has_the_leading_ones_and_is_small():
 
 
 class Toy(DigitsSpectrumExperiment):
-    def settings(self, preset):
-        return super().settings(preset) | {"samples per dimension": 0.05, "scales": [1.0]}
+    @property
+    def settings(self):
+        return super().settings | {"samples per dimension": 0.05, "scales": [1.0]}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("spectrum") / "digits-spectrum.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digits_spectrum, "digits_network", lambda: perceptron(64, 4, 10))
-        Toy().run(Store(path), Context(progress=False))
+        Toy("quick", Store(path)).run(Context(progress=False))
     return path
 
 
@@ -87,34 +89,35 @@ def test_a_toy_run_has_a_spectrum_for_each_distribution(run):
         assert values == sorted(values, reverse=True)
         assert record.result["samples"] == 16
         assert len(record.result["density"]) == 100
-    assert len(Toy().judge(store, "quick")) == 4
-    pictures = Toy().pictures(store, "quick")
+    assert len(Toy("quick", store).judge()) == 4
+    pictures = Toy("quick", store).pictures()
     assert [len(panel.series) for picture in pictures for panel in picture.panels] == [1, 1, 2, 2]
     assert pictures[0].panels[0].series[0].median[0] == 1
 
 
 def test_a_finished_run_is_not_done_again(run, monkeypatch):
     monkeypatch.setattr("egop_lab.experiments.digits_spectrum.measure", lambda *_: pytest.fail("done again"))
-    Toy().run(Store(run), Context(progress=False))
+    Toy("quick", Store(run)).run(Context(progress=False))
 
 
 def test_density_takes_the_run_of_the_spectrum(run, monkeypatch):
     monkeypatch.setattr(digits_spectrum, "DigitsSpectrumExperiment", Toy)
     monkeypatch.setattr(digits_spectrum, "measure", lambda *_: pytest.fail("done again"))
     store = Store(run.with_name("digits-density.jsonl"))
-    DigitsDensityExperiment().run(store, Context(progress=False))
+    DigitsDensityExperiment("quick", store).run(Context(progress=False))
     (record,) = store
     assert record.config["experiment"] == "digits-density"
     assert record.result["density"] == next(iter(Store(run))).result["density"]
-    ((panel,),) = [picture.panels for picture in DigitsDensityExperiment().pictures(store, "quick")]
+    ((panel,),) = [picture.panels for picture in DigitsDensityExperiment("quick", store).pictures()]
     assert panel.horizontal["1/d"] == pytest.approx(1 / 310)
     assert len(panel.series[0].x) == 100
 
 
 def densities(tmp_path, values):
-    experiment, store = DigitsDensityExperiment(), Store(tmp_path / "digits-density.jsonl")
-    store.add(Record(experiment.config("quick"), {"density": values, "dimension": D}))
-    return verdicts(experiment, store)
+    store = Store(tmp_path / "digits-density.jsonl")
+    experiment = DigitsDensityExperiment("quick", store)
+    store.add(Record(experiment.config(), {"density": values, "dimension": D}))
+    return verdicts(experiment)
 
 
 @pytest.mark.parametrize(
@@ -134,5 +137,5 @@ def test_density_measures_by_itself_where_there_is_no_spectrum(tmp_path, monkeyp
     result = {"density": [0.6], "dimension": D, "samples": 3, "stable rank": 2.0, "eigenvalues": [1.0]}
     monkeypatch.setattr(digits_spectrum, "measure", lambda config, device: result)
     store = Store(tmp_path / "digits-density.jsonl")
-    DigitsDensityExperiment().run(store, Context(progress=False))
+    DigitsDensityExperiment("quick", store).run(Context(progress=False))
     assert [record.result["density"] for record in store] == [[0.6]]

@@ -4,20 +4,22 @@ import torch
 from egop_lab.experiments import tuned_experiment
 from egop_lab.experiments.errors_in_variables import ErrorsInVariablesExperiment, MaskedRegression, straightness
 from egop_lab.experiments.tuned_experiment import Method
+from egop_lab.training.batched import EGOP
 from egop_lab.training.context import Context, run_in_processes
 from egop_lab.training.records import Store
-from egop_lab.training.sweeps import EGOP, TUNING
+from egop_lab.training.tuning import TUNING
 from fakes import faked, in_this_process, verdicts
 
 SIZES = {"size": 4, "decay": 2.0, "samples": 50}
 
 
 class Toy(ErrorsInVariablesExperiment):
-    def settings(self, preset):
+    @property
+    def settings(self):
         small = {"trials": 2, "tuning trials": 1, "steps": 12, "record every": 5, "record tuning every": 12}
-        names = super().settings(preset)["exponents"]
+        names = super().settings["exponents"]
         return {
-            **super().settings(preset),
+            **super().settings,
             **small,
             **SIZES,
             "nu": [0.0, 0.5],
@@ -31,7 +33,7 @@ def toy(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned_experiment, "run_in_processes", in_this_process)
         store = Store(tmp_path_factory.mktemp("toy") / "records.jsonl")
-        Toy().run(store, Context(progress=False))
+        Toy("quick", store).run(Context(progress=False))
         yield store
 
 
@@ -57,8 +59,8 @@ def test_its_hessian_is_the_one_of_autograd():
 
 
 def test_the_result_has_the_shape_of_the_figure(toy):
-    experiment = Toy()
-    curves, rates = experiment.pictures(toy, "quick")
+    experiment = Toy("quick", toy)
+    curves, rates = experiment.pictures()
     assert [panel.title for panel in curves.panels] == [
         "Adam", "EGOP Adam", "Adagrad", "EGOP Adagrad", "SOAP", "SOAP (0.95)", "Shampoo", "Final loss",
     ]  # fmt: skip
@@ -68,27 +70,27 @@ def test_the_result_has_the_shape_of_the_figure(toy):
     ]
     assert list(curves.panels[0].series[0].x) == [0, 5, 10, 12]
     assert len(rates.panels) == 2
-    assert experiment.residual(toy, "quick", experiment.cases("quick")[0]) == pytest.approx(0, abs=1e-9)
-    assert experiment.residual(toy, "quick", experiment.cases("quick")[1]) > 0.1
-    assert len(experiment.judge(toy, "quick")) == 5
+    assert experiment.residual(experiment.cases()[0]) == pytest.approx(0, abs=1e-9)
+    assert experiment.residual(experiment.cases()[1]) > 0.1
+    assert len(experiment.judge()) == 5
 
 
 def test_the_full_preset_has_further_rows(tmp_path, monkeypatch):
     pytest.importorskip("pytorch_optimizer")
     monkeypatch.setattr(tuned_experiment, "run_in_processes", in_this_process)
     store = Store(tmp_path / "records.jsonl")
-    Toy().run(store, Context(preset="full", progress=False))
-    titles = [panel.title for panel in Toy().pictures(store, "full")[0].panels]
+    Toy("full", store).run(Context(progress=False))
+    titles = [panel.title for panel in Toy("full", store).pictures()[0].panels]
     assert {"GaLore", "random rotation Adam", "random rotation Adagrad"} < set(titles)
-    assert len(verdicts(Toy(), store, "full")) == 5
+    assert len(verdicts(Toy("full", store))) == 5
 
 
 def test_tuning_trials_are_not_reported_and_nothing_is_done_twice(toy):
-    reported = Toy().reported_runs(toy, "quick", Toy().cases("quick")[0], Method("SOAP"))
+    reported = Toy("quick", toy).reported_runs(Toy().cases()[0], Method("SOAP"))
     assert {run.config["seed"] for run in reported} == {0, 1}
     assert any(run.config["seed"] >= TUNING for run in toy)
     before = toy.path.read_bytes()
-    Toy().run(toy, Context(progress=False))
+    Toy("quick", toy).run(Context(progress=False))
     assert toy.path.read_bytes() == before
 
 
@@ -97,7 +99,7 @@ def test_a_run_cut_off_in_its_search_makes_the_same_records(toy, tmp_path):
     other = tmp_path / "cut.jsonl"
     other.write_bytes(b"".join(lines[:17]) + lines[17][:20])
     store = Store(other)
-    Toy().run(store, Context(progress=False))
+    Toy("quick", store).run(Context(progress=False))
     assert {run.key: run.result for run in Store(other)} == {run.key: run.result for run in Store(toy.path)}
 
 
@@ -127,7 +129,7 @@ def as_in_the_paper(method, nu):
 
 
 def test_the_claims_hold_where_the_records_say_so(tmp_path):
-    found = verdicts(*faked(ErrorsInVariablesExperiment, outcome(as_in_the_paper), tmp_path))
+    found = verdicts(faked(ErrorsInVariablesExperiment, outcome(as_in_the_paper), tmp_path))
     assert set(found.values()) == {"holds"}
     assert set(found) == {
         "SOAP-degrades", "Shampoo-degrades", "EGOP-Adam-linear", "SOAP-no-better", "Shampoo-no-better",
@@ -138,7 +140,7 @@ def test_the_claims_fail_where_the_records_say_so(tmp_path):
     def opposite(method, nu):
         return 1e-3 if method.coordinates == EGOP else 1e-20
 
-    found = verdicts(*faked(ErrorsInVariablesExperiment, outcome(opposite), tmp_path))
+    found = verdicts(faked(ErrorsInVariablesExperiment, outcome(opposite), tmp_path))
     assert set(found.values()) == {"does not hold"}
 
 
@@ -146,8 +148,8 @@ def test_a_loss_that_falls_in_between_is_said_beside(tmp_path):
     def bumpy(method, nu):
         return 1e-2 if nu == 0.5 and method.coordinates != EGOP else as_in_the_paper(method, nu)
 
-    experiment, store = faked(ErrorsInVariablesExperiment, outcome(bumpy), tmp_path)
-    soap = experiment.judge(store, "quick")[0]
+    experiment = faked(ErrorsInVariablesExperiment, outcome(bumpy), tmp_path)
+    soap = experiment.judge()[0]
     assert (soap.verdict, soap.alternatives[0].verdict) == ("holds", "does not hold")
     assert soap.finding.startswith("Final loss, with the better of its two settings of betas, at residual 0.00")
 
@@ -156,14 +158,14 @@ def test_one_setting_of_soap_that_is_better_is_enough_against_the_claim(tmp_path
     def own_betas(method, nu):
         return 1e-31 if method.optimizer == "SOAP (0.95)" else as_in_the_paper(method, nu)
 
-    found = verdicts(*faked(ErrorsInVariablesExperiment, outcome(own_betas), tmp_path))
+    found = verdicts(faked(ErrorsInVariablesExperiment, outcome(own_betas), tmp_path))
     assert (found["SOAP-no-better"], found["SOAP-degrades"]) == ("does not hold", "does not hold")
     assert found["Shampoo-no-better"] == "holds"
 
 
 def test_a_store_that_is_not_complete_is_said_to_be_so(tmp_path):
-    with pytest.raises(LookupError, match="quick preset has not been run to its end"):
-        ErrorsInVariablesExperiment().judge(Store(tmp_path / "none.jsonl"), "quick")
+    with pytest.raises(LookupError, match="EGOP Adam is not tuned yet"):
+        ErrorsInVariablesExperiment().judge()
 
 
 def test_straightness():

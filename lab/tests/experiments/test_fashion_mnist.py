@@ -13,7 +13,7 @@ from egop_lab.training import fashion as fashion_runs
 from egop_lab.training.context import Context
 from egop_lab.training.fashion import Runs, normal_, train_batched
 from egop_lab.training.records import Store
-from egop_lab.training.sweeps import TUNING
+from egop_lab.training.tuning import TUNING
 
 RANKS = (50, 200, 1000, 2000)
 METHODS = ["original", "r = 3", "r = 20", "r = 3, these alone"]
@@ -49,9 +49,9 @@ def judged(tmp_path, monkeypatch):
 
         monkeypatch.setattr(fashion_mnist, "Runs", Fake)
         monkeypatch.setattr(fashion_mnist, "train_batched", lambda runs, configs: ([*map(runs.curves, configs)], 1.0))
-        store, experiment = Store(tmp_path / "records.jsonl"), FashionMnistExperiment()
-        experiment.run(store, Context(preset=preset, progress=False))
-        return {each.id.partition("/")[2]: each.verdict for each in experiment.judge(store, preset)}, store
+        experiment = FashionMnistExperiment(preset, Store(tmp_path / "records.jsonl"))
+        experiment.run(Context(progress=False))
+        return {each.id.partition("/")[2]: each.verdict for each in experiment.judge()}, experiment
 
     return go
 
@@ -89,8 +89,8 @@ def test_each_claim_fails_where_the_records_say_so(judged, options, expected):
 
 
 def test_what_the_other_search_and_equal_settings_say_stands_beside(judged):
-    _, store = judged(FASTER, seconds=SECONDS, accuracies={(0.1, 0.01): 0.5, (0.05, 0): 0.9})
-    grows = next(each for each in FashionMnistExperiment().judge(store, "full") if each.id.endswith("/grows"))
+    _, experiment = judged(FASTER, seconds=SECONDS, accuracies={(0.1, 0.01): 0.5, (0.05, 0): 0.9})
+    grows = next(each for each in experiment.judge() if each.id.endswith("/grows"))
     assert [other.rule.partition(":")[0] for other in grows.alternatives] == [
         "final loss at equal learning rate and weight decay"
     ]
@@ -125,31 +125,37 @@ def test_the_quick_preset_does_not_judge_the_clock(judged):
 
 
 def test_the_search_goes_along_two_lines_and_its_best_is_used(judged):
-    _, store = judged(FASTER)
-    assert len([record for record in store if record.config.get("seed") == TUNING]) == 6 * 81, "the grid has the lines"
-    (*_, tuning) = FashionMnistExperiment()._tuning(store, "full", Method(50), "lines")
+    _, experiment = judged(FASTER)
+    assert len([record for record in experiment.store if record.config.get("seed") == TUNING]) == 6 * 81, (
+        "the grid has the lines"
+    )
+    (*_, tuning) = experiment._tuning(Method(50), "lines")
     assert len(tuning) == 17
     assert {(config["lr"], config["weight_decay"]) for config in tuning if config["weight_decay"] != 0.01} == {
         (1e-2, decay) for decay in (0, 1e-5, 1e-4, 1e-3, 5e-2, 1e-1, 2e-1, 5e-1)
     }
-    reported = [record.config for record in store if record.config["kind"] == "run" and record.config["seed"] < TUNING]
+    reported = [
+        record.config
+        for record in experiment.store
+        if record.config["kind"] == "run" and record.config["seed"] < TUNING
+    ]
     assert {(config["lr"], config["weight_decay"], config["epochs"]) for config in reported} == {(1e-2, 1e-1, 100)}
     assert {config["seed"] for config in reported} == {0, 1, 2}
 
 
 def test_a_search_of_the_whole_grid_can_find_another_place(judged):
     """With the first weight decay the best rate is 0.1; the best of all is a rate of 0.05 with none."""
-    _, store = judged({}, accuracies={(0.1, 0.01): 0.5, (0.05, 0): 0.9})
-    experiment = FashionMnistExperiment()
-    assert experiment.choose_rates(store, "full", Method(50), "lines") == (0.1, 0.01)
-    assert experiment.choose_rates(store, "full", Method(50), "grid") == (0.05, 0)
+    _, experiment = judged({}, accuracies={(0.1, 0.01): 0.5, (0.05, 0): 0.9})
+    assert experiment.choose_rates(Method(50), "lines") == (0.1, 0.01)
+    assert experiment.choose_rates(Method(50), "grid") == (0.05, 0)
 
 
 class Toy(FashionMnistExperiment):
-    def settings(self, preset):
+    @property
+    def settings(self):
         small = {"images": 90, "ranks": [3, 20], "epochs": 2, "tuning epochs": 1, "trials": 2, "spectrum samples": 12}
         few = {"rates": [1e-2, 1e-1], "weight decays": [0, 0.01], "leading directions alone": 3, "timed epochs": 1}
-        return super().settings(preset) | small | few
+        return super().settings | small | few
 
 
 def small_network():
@@ -176,19 +182,20 @@ def test_a_run_says_where_its_images_are_from(tmp_path):
 
 @pytest.mark.usefixtures("tiny")
 def test_a_toy_run_has_all_methods(tmp_path):
-    store, experiment = Store(tmp_path / "records.jsonl"), Toy()
-    experiment.run(store, Context(progress=False))
+    store = Store(tmp_path / "records.jsonl")
+    experiment = Toy("quick", store)
+    experiment.run(Context(progress=False))
     assert len(store) == 1 + 4 * 3 + 4 * 2 + 4
     for seed in (0, 1):
-        runs = experiment.records(store, "quick", kind="run", seed=seed)
+        runs = experiment.records(kind="run", seed=seed)
         assert [len(run.result["loss"]) for run in runs] == [3, 3, 3, 3]
         starts = [run.result["loss"][0] for run in runs]
         assert max(starts) == pytest.approx(min(starts), rel=1e-5), "equivalent starts"
-    times = experiment.records(store, "quick", kind="timing")
+    times = experiment.records(kind="timing")
     assert [time.result["estimation seconds"] > 0 for time in times] == [False, True, True, True]
     assert all(time.result["seconds per epoch"] > 0 for time in times)
-    assert len(experiment.judge(store, "quick")) == 9
-    first, second = experiment.pictures(store, "quick")
+    assert len(experiment.judge()) == 9
+    first, second = experiment.pictures()
     assert [series.label for series in first.panels[0].series] == METHODS
     assert len(first.panels[1].series[0].x) == 12
     bars = second.panels[1]
@@ -224,7 +231,7 @@ def test_nothing_is_kept_of_a_run_after_its_divergence():
 @pytest.mark.usefixtures("tiny")
 def test_a_search_that_is_not_done_is_said_to_be_so(tmp_path):
     with pytest.raises(LookupError, match="left"):
-        Toy().judge(Store(tmp_path / "records.jsonl"), "quick")
+        Toy().judge()
 
 
 @pytest.mark.usefixtures("tiny")

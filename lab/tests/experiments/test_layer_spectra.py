@@ -19,23 +19,24 @@ def layer(size, decades):
 
 
 def judged(tmp_path, digits=(8, 2), fashion=(8, 2), as_digits=None):
-    return verdicts(*faked(tmp_path, digits, fashion, as_digits))
+    return verdicts(faked(tmp_path, digits, fashion, as_digits))
 
 
 def faked(tmp_path, digits=(8, 2), fashion=(8, 2), as_digits=None):
-    experiment, store = LayerSpectraExperiment(), Store(tmp_path / "records.jsonl")
+    store = Store(tmp_path / "records.jsonl")
+    experiment = LayerSpectraExperiment("quick", store)
     sizes = {"digits": (2048, 320), "fashion": (3920, 80)}
-    for config in experiment._configs("quick"):
+    for config in experiment._configs():
         data = config["data"]
         decades = digits if data == "digits" else fashion if "rho" in config else as_digits or fashion
         pair = [layer(size, each) for size, each in zip(sizes[data], decades, strict=True)]
         store.add(Record(config, dict(zip(("0.weight", "2.weight"), pair, strict=True))))
-    return experiment, store
+    return experiment
 
 
 def test_another_initialisation_of_fashion_mnist_stands_beside_its_own(tmp_path):
-    experiment, store = faked(tmp_path, fashion=(4, 2), as_digits=(8, 2))
-    similar = experiment.judge(store, "quick")[-1]
+    experiment = faked(tmp_path, fashion=(4, 2), as_digits=(8, 2))
+    similar = experiment.judge()[-1]
     assert similar.verdict == "does not hold"
     assert [other.verdict for other in similar.alternatives] == ["holds"]
 
@@ -58,8 +59,9 @@ def test_each_claim_fails_where_the_spectra_say_so(tmp_path, decades, failing):
 
 
 class Toy(LayerSpectraExperiment):
-    def settings(self, preset):
-        return super().settings(preset) | {"samples per dimension": 0.01}
+    @property
+    def settings(self):
+        return super().settings | {"samples per dimension": 0.01}
 
 
 def clothes(folder):
@@ -81,18 +83,18 @@ def test_a_toy_run_has_two_layers_of_two_networks(tmp_path, monkeypatch):
         lambda data, context: (small, problem(data, context)[1]) if data == "fashion" else problem(data, context),
     )
     store, said = Store(tmp_path / "records.jsonl"), []
-    Toy().run(store, Context(progress=False, say=said.append))
+    Toy("quick", store).run(Context(progress=False, say=said.append))
     assert {line.partition(": ")[0] for line in said} == {"images"}
     assert [record.config["data"] for record in store] == ["digits", "fashion", "fashion"]
     sizes = [[layer["dimension"] for layer in record.result.values()] for record in store]
     assert sizes == [[256, 40], [392, 8], [392, 8]]
     assert [record.config.get("rho") for record in store] == [None, None, NORMAL]
-    assert {claim.id for claim in Toy().judge(store, "quick")} == {
+    assert {claim.id for claim in Toy("quick", store).judge()} == {
         "layer-spectra/digits",
         "layer-spectra/fashion",
         "layer-spectra/similar",
     }
-    (picture,) = Toy().pictures(store, "quick")
+    (picture,) = Toy("quick", store).pictures()
     assert [panel.title.split(", ")[1] for panel in picture.panels] == ["first layer", "second layer"] * 2
     assert [len(panel.series) for panel in picture.panels] == [1, 1, 2, 2]
 
@@ -106,10 +108,13 @@ def test_without_fashion_mnist_the_digits_are_kept_and_judged(tmp_path, monkeypa
     monkeypatch.setattr(
         layer_spectra,
         "measure",
-        lambda *_: {name: layer(320, decades) for name, decades in (("0.weight", 8), ("2.weight", 2))},
+        lambda config, context: (
+            layer_spectra._load_problem(config["data"], context)
+            and {name: layer(320, decades) for name, decades in (("0.weight", 8), ("2.weight", 2))}
+        ),
     )
     store = Store(tmp_path / "records.jsonl")
     with pytest.raises(MissingDataError):
-        Toy().run(store, Context(progress=False))
+        Toy("quick", store).run(Context(progress=False))
     assert [record.config["data"] for record in store] == ["digits"]
-    assert verdicts(Toy(), store) == {"digits": "holds"}
+    assert verdicts(Toy("quick", store)) == {"digits": "holds"}

@@ -3,14 +3,14 @@ import math
 import pytest
 import torch
 
-from egop_lab.experiments.linear_networks import LinearNetworksExperiment
-from egop_lab.experiments.linear_networks_claims import _compare_levels
+from egop_lab.experiments.linear_networks import LinearNetworksExperiment, _compare_levels
 from egop_lab.training import batched
 from egop_lab.training import linear as linear_problem
+from egop_lab.training.batched import EGOP, ORIGINAL
 from egop_lab.training.context import Context
 from egop_lab.training.linear import BLOCK, FIRST, LinearProblem
 from egop_lab.training.records import Store
-from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING
+from egop_lab.training.tuning import TUNING
 from fakes import verdicts
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def judged(tmp_path, monkeypatch):
     def go(finals, only_at_chosen=False, diverging=None, slow=True):
         def train(problem, optimizer, rates, steps, *, basis, record_every, **_):
             final_loss = finals[optimizer][basis or ORIGINAL]
-            every = LinearNetworksExperiment().settings("quick")["rates"][optimizer]
+            every = LinearNetworksExperiment().settings["rates"][optimizer]
             factors = torch.tensor([1.0 if rate == every[1] else 3.0 for rate in rates], dtype=torch.float64)
             if only_at_chosen and basis is not None and optimizer in ("Adam", "Adagrad"):
                 factors = torch.where(factors > 1, 1e9, factors)
@@ -45,10 +45,9 @@ def judged(tmp_path, monkeypatch):
         monkeypatch.setattr(batched, "train", train)
         monkeypatch.setattr(LinearProblem, "__init__", lambda self, seeds, *_: setattr(self, "seeds", seeds))
         monkeypatch.setattr(LinearProblem, "basis", lambda self, kind: None if kind == ORIGINAL else kind)
-        store = Store(tmp_path / "records.jsonl")
-        experiment = LinearNetworksExperiment()
-        experiment.run(store, Context(progress=False))
-        return verdicts(experiment, store)
+        experiment = LinearNetworksExperiment("quick", Store(tmp_path / "records.jsonl"))
+        experiment.run(Context(progress=False))
+        return verdicts(experiment)
 
     return go
 
@@ -103,7 +102,7 @@ def test_losses_at_the_rounding_floor_are_said_to_be(judged, tmp_path):
     found = judged(changed("Adam", original=1e-33, whole=1e-35))
     assert found["Adam-lower"] == found["Adam-validation"] == "does not hold"
     store = Store(tmp_path / "records.jsonl")
-    lower = LinearNetworksExperiment().judge(store, "quick")[0]
+    lower = LinearNetworksExperiment("quick", store).judge()[0]
     assert lower.finding.endswith("both at the rounding floor.")
     assert lower.margin == 0
 
@@ -124,19 +123,21 @@ def test_sgd_that_differs_between_coordinates_is_an_error(judged):
 
 
 class Toy(LinearNetworksExperiment):
-    def settings(self, preset):
+    @property
+    def settings(self):
         rates = {name: [rate, 4 * rate] for name, rate in {"Adam": 0.01, "Adagrad": 0.01, "SGD": 1.0}.items()}
         small = {"trials": 2, "tuning trials": 1, "epochs": 3, "samples": 2000, "gradients": 200}
-        return super().settings(preset) | small | {"rates": rates | {"SGD+momentum": [0.1, 0.4]}}
+        return super().settings | small | {"rates": rates | {"SGD+momentum": [0.1, 0.4]}}
 
 
 def test_a_toy_run_has_every_variant_and_keeps_curves_only_at_the_chosen_rate(tmp_path, monkeypatch):
     monkeypatch.setattr(linear_problem, "WIDTHS", (10, 5, 4, 10))
-    store, experiment = Store(tmp_path / "records.jsonl"), Toy()
-    experiment.run(store, Context(progress=False))
+    store = Store(tmp_path / "records.jsonl")
+    experiment = Toy("quick", store)
+    experiment.run(Context(progress=False))
     assert len(store) == 4 * 2 + 2 * 2 * (4 * 2 + 2 * 2)
     for record in store:
-        rate = experiment.choose_rate(store, "quick", record.config["optimizer"])
+        rate = experiment.choose_rate(record.config["optimizer"])
         reported = record.config["seed"] < TUNING and record.config["lr"] == rate
         assert ("loss" in record.result) == reported
         assert record.result["best validation"] > 0
@@ -144,12 +145,12 @@ def test_a_toy_run_has_every_variant_and_keeps_curves_only_at_the_chosen_rate(tm
         for seed in (0, 1):
             starts = {
                 record.result["loss"][0]
-                for record in experiment.records(store, "quick", optimizer=optimizer, seed=seed)
+                for record in experiment.records(optimizer=optimizer, seed=seed)
                 if "loss" in record.result
             }
             assert max(starts) <= min(starts) * 1.0001, "equivalent starts in all coordinates"
-    assert {claim.verdict for claim in experiment.judge(store, "quick") if claim.id.endswith("-same")} == {"holds"}
-    first, variants = experiment.pictures(store, "quick")
+    assert {claim.verdict for claim in experiment.judge() if claim.id.endswith("-same")} == {"holds"}
+    first, variants = experiment.pictures()
     assert [len(panel.series) for panel in first.panels] == [8, 8, 8]
     assert [len(panel.series) for panel in variants.panels] == [8, 6, 6]
     assert first.panels[0].series[0].x == [0, 1, 2, 3]

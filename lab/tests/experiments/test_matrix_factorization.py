@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from egop_lab.experiments import tuned_experiment
-from egop_lab.experiments.matrix_factorization import CONSTANT, MatrixFactorizationExperiment
-from egop_lab.experiments.matrix_factorization_claims import SPEED, crossing
+from egop_lab.experiments.matrix_factorization import CONSTANT, SPEED, MatrixFactorizationExperiment, crossing
 from egop_lab.experiments.tuned_experiment import Method
+from egop_lab.training.batched import EGOP, ORIGINAL
 from egop_lab.training.context import Context
 from egop_lab.training.factorization import PRINTED, Factorization
 from egop_lab.training.records import Store
-from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING
+from egop_lab.training.tuning import TUNING
 from fakes import faked, in_this_process, verdicts
 
 SIZES = {"n": 6, "rank": 2, "condition": 2.0, "decay": 0.5, "noise": 0.01, "samples": 60}
@@ -54,8 +54,9 @@ def test_there_is_a_basis_for_each_factor():
 
 
 class Toy(MatrixFactorizationExperiment):
-    def settings(self, preset):
-        settings = super().settings(preset)
+    @property
+    def settings(self):
+        settings = super().settings
         small = {"trials": 2, "tuning trials": 1, "steps": 20, "record every": 10, "record tuning every": 10}
         return {**settings, **small, "sizes": SIZES, "exponents": {key: [-2, -1] for key in settings["exponents"]}}
 
@@ -64,8 +65,8 @@ def test_the_result_has_the_shape_of_the_figure(tmp_path, monkeypatch):
     pytest.importorskip("pytorch_optimizer")
     monkeypatch.setattr(tuned_experiment, "run_in_processes", in_this_process)
     store = Store(tmp_path / "records.jsonl")
-    Toy().run(store, Context(progress=False))
-    (picture,) = Toy().pictures(store, "quick")
+    Toy("quick", store).run(Context(progress=False))
+    (picture,) = Toy("quick", store).pictures()
     assert [panel.title for panel in picture.panels] == [
         "Loss", "Reconstruction", "Learning rates",
         "Loss, fastest rates", "Reconstruction, fastest rates", "Steps needed",
@@ -74,7 +75,7 @@ def test_the_result_has_the_shape_of_the_figure(tmp_path, monkeypatch):
         "Adam", "Adam, EGOP", "Adagrad", "Adagrad, EGOP", "SOAP", "SOAP (0.95)", "Shampoo",
     ]  # fmt: skip
     assert list(picture.panels[0].series[0].x) == [0, 10, 20]
-    assert len(verdicts(Toy(), store)) == 9
+    assert len(verdicts(Toy("quick", store))) == 9
 
 
 @pytest.mark.slow
@@ -82,15 +83,15 @@ def test_the_full_preset_has_further_rows(tmp_path, monkeypatch):
     pytest.importorskip("pytorch_optimizer")
     monkeypatch.setattr(tuned_experiment, "run_in_processes", in_this_process)
     store = Store(tmp_path / "records.jsonl")
-    Toy().run(store, Context(preset="full", progress=False))
-    first, second = Toy().pictures(store, "full")
+    Toy("full", store).run(Context(progress=False))
+    first, second = Toy("full", store).pictures()
     labels = [line.label for line in first.panels[0].series]
     assert {"GaLore", "Adam, random rotation", "Adagrad, random rotation"} < set(labels)
     assert [panel.title for panel in second.panels] == ["Annealed", "Annealed", "Constant", "Constant"]
     assert [line.label for line in second.panels[2].series] == [
         "Adam", "Adam, EGOP", "Adagrad", "Adagrad, EGOP", "SOAP", "Shampoo",
     ]  # fmt: skip
-    assert len(verdicts(Toy(), store, "full")) == 11
+    assert len(verdicts(Toy("full", store))) == 11
 
     # Without a schedule the rate stays:
     for optimizer in ("Adam", "SOAP"):  # one that is batched and one that is not
@@ -118,7 +119,7 @@ def outcome(decades):
 
 def test_the_claims_hold_where_the_records_say_so(tmp_path):
     found = verdicts(
-        *faked(
+        faked(
             MatrixFactorizationExperiment,
             outcome(lambda method, rate: 12 if method.coordinates == EGOP else 3),
             tmp_path,
@@ -134,8 +135,8 @@ def test_the_printed_start_is_judged_and_the_spectral_one_stands_beside(tmp_path
         turned = config["coordinates"] == EGOP
         return outcome(lambda method, rate: 12 if turned == ("start" in config) else 3)(config)
 
-    experiment, store = faked(MatrixFactorizationExperiment, result, tmp_path, preset="full")
-    judged = experiment.judge(store, "full")
+    experiment = faked(MatrixFactorizationExperiment, result, tmp_path, preset="full")
+    judged = experiment.judge()
     assert {each.verdict for each in judged} == {"holds"}
     apart = [each for each in judged if "superimposed" not in each.id]
     assert {other.verdict for each in apart for other in each.alternatives if other.rule == "from Σ^½"} == {
@@ -144,25 +145,13 @@ def test_the_printed_start_is_judged_and_the_spectral_one_stands_beside(tmp_path
     sooner = [other for each in judged for other in each.alternatives if other.rule.startswith("fewer steps")]
     assert [other.verdict for other in sooner] == ["holds"] * 2, "without a schedule"
     assert [each.kind for each in judged] == ["claim", "claim", "reading", "reading"] * 2 + ["claim"] * 3
-    methods = {record.config["optimizer"] for record in store if "start" in record.config}
+    methods = {record.config["optimizer"] for record in experiment.store if "start" in record.config}
     assert methods == {"Adam", "Adagrad", "SOAP", "Shampoo"}, "the paper's"
-
-
-@pytest.mark.slow
-def test_without_runs_that_have_no_schedule_the_others_are_judged(tmp_path):
-    experiment, store = faked(MatrixFactorizationExperiment, outcome(lambda method, rate: 3), tmp_path, preset="full")
-    assert not experiment.remarks(store, "full")
-    assert len(experiment.judge(store, "full")) == 11
-    fewer = Store(tmp_path / "fewer.jsonl")
-    fewer.add(*(run for run in store if run.config.get("schedule") != CONSTANT or run.config["optimizer"] != "SOAP"))
-    assert len(experiment.judge(fewer, "full")) == 9
-    assert experiment.remarks(fewer, "full") == ["Not run to their end: runs without a schedule."]
-    assert len(experiment.pictures(fewer, "full")[1].panels) == 2
 
 
 def test_the_claims_fail_where_the_records_say_so(tmp_path):
     found = verdicts(
-        *faked(
+        faked(
             MatrixFactorizationExperiment,
             outcome(lambda method, rate: 3 if method.coordinates == EGOP else 12),
             tmp_path,
@@ -178,16 +167,16 @@ def test_traces_that_come_apart_are_not_superimposed(tmp_path):
             found | {"excess": [100 * value for value in found["excess"]]} if config["optimizer"] == "SOAP" else found
         )
 
-    experiment, store = faked(MatrixFactorizationExperiment, result, tmp_path)
-    judged = {each.id.partition("/")[2]: each for each in experiment.judge(store, "quick")}["superimposed"]
+    experiment = faked(MatrixFactorizationExperiment, result, tmp_path)
+    judged = {each.id.partition("/")[2]: each for each in experiment.judge()}["superimposed"]
     assert judged.verdict == judged.alternatives[0].verdict == "does not hold"
     assert "furthest apart at step 0, by a factor of 50." in judged.finding
 
 
 def test_traces_that_differ_only_in_what_is_left_are_superimposed_in_the_loss(tmp_path):
     falls = {"Adam": 30, "Adagrad": 40, "SOAP": 50, "Shampoo": 60}
-    made, store = faked(MatrixFactorizationExperiment, outcome(lambda m, rate: falls.get(m.optimizer, 30)), tmp_path)
-    judged = {each.id.partition("/")[2]: each for each in made.judge(store, "quick")}["superimposed"]
+    made = faked(MatrixFactorizationExperiment, outcome(lambda m, rate: falls.get(m.optimizer, 30)), tmp_path)
+    judged = {each.id.partition("/")[2]: each for each in made.judge()}["superimposed"]
     assert (judged.verdict, judged.alternatives[0].verdict) == ("holds", "does not hold")
 
 
@@ -195,8 +184,8 @@ def test_a_difference_that_is_rounding_is_no_lower_loss(tmp_path):
     def all_at_the_optimum(method, rate):
         return 14 if method.coordinates == EGOP else 13
 
-    experiment, store = faked(MatrixFactorizationExperiment, outcome(all_at_the_optimum), tmp_path)
-    judged = {each.id.partition("/")[2]: each for each in experiment.judge(store, "quick")}
+    experiment = faked(MatrixFactorizationExperiment, outcome(all_at_the_optimum), tmp_path)
+    judged = {each.id.partition("/")[2]: each for each in experiment.judge()}
     assert judged["Adam-lower"].verdict == judged["Adam-closer"].verdict == "does not hold"
     assert "Both have found the optimum." in judged["Adam-lower"].finding
     assert judged["Adam-faster"].verdict == "holds"
@@ -209,11 +198,11 @@ def test_the_fastest_rate_is_chosen_apart_from_the_one_of_the_lowest_loss(tmp_pa
         last = 1e-8 if config["lr"] >= 0.01 else 1e-12
         return {"excess": [1.0, *[at_once] * (count - 2), last], "error": [0.1] * count}
 
-    experiment, store = faked(MatrixFactorizationExperiment, fast_or_deep, tmp_path)
-    case = experiment.cases("quick")[0]
-    assert experiment.choose_rate(store, "quick", case, Method("Adam")) < 0.01
-    assert experiment.fastest(store, "quick", Method("Adam")) >= 0.01
-    assert len(experiment.reported_runs(store, "quick", case, Method("Adam"), 0.01)) == 3
+    experiment = faked(MatrixFactorizationExperiment, fast_or_deep, tmp_path)
+    case = experiment.cases()[0]
+    assert experiment.choose_rate(case, Method("Adam")) < 0.01
+    assert experiment.fastest(Method("Adam")) >= 0.01
+    assert len(experiment.reported_runs(case, Method("Adam"), 0.01)) == 3
 
 
 def test_steps_to_a_threshold():

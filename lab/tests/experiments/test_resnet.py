@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 
 from egop_lab.data.missing import MissingDataError
-from egop_lab.experiments import resnet_long
 from egop_lab.experiments.base import Alternative, Judgement, add_alternatives
 from egop_lab.experiments.resnet import ResnetExperiment
 from egop_lab.experiments.resnet_claims import (
@@ -29,26 +27,32 @@ from egop_lab.experiments.resnet_runs import OPTIONAL, ShortRuns
 from egop_lab.methods import RESNET as METHODS
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
-from egop_lab.training.sweeps import TUNING
+from egop_lab.training.tuning import TUNING
 from fakes import image_folder
 
 ONLINE, MUON = "EGOP online", "Muon"
-EXPERIMENT = ResnetExperiment()
+EXPERIMENT = ResnetExperiment("full")
 SMALL = {"batch": 8, "trials": 1, "side": 20, "crop": 16, "depths": [1], "width": 4, "images": ["all", "all"]}
+
+
+def full(store):
+    return ResnetExperiment("full", store)
 
 
 class Toy(ShortRuns):
     """So small that all methods run in seconds."""
 
-    def settings(self, preset):
-        return super().settings("quick") | SMALL | {"epochs": 2, "methods": list(METHODS)}
+    @property
+    def settings(self):
+        return super().settings | SMALL | {"epochs": 2, "methods": list(METHODS)}
 
 
 class LongToy(LongRuns):
     """The same, of long runs."""
 
-    def settings(self, preset):
-        return super().settings("quick") | SMALL | {"epochs": 3}
+    @property
+    def settings(self):
+        return super().settings | SMALL | {"epochs": 3}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +63,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def toy(folder, tmp_path_factory):
     store = Store(tmp_path_factory.mktemp("records") / "resnet.jsonl")
-    Toy().run(store, Context(data=folder, progress=False))
+    Toy("quick", store).run(Context(data=folder, progress=False))
     return store
 
 
@@ -106,15 +110,15 @@ def test_the_first_epoch_of_a_periodic_basis_is_that_of_the_up_front_one(toy):
 def test_a_finished_experiment_does_nothing_again(toy, folder, monkeypatch):
     before = len(list(toy))
     monkeypatch.setattr(Toy, "training", lambda *_: pytest.fail("done again"))
-    Toy().run(toy, context(folder))
+    Toy("quick", toy).run(context(folder))
     assert len(list(toy)) == before
 
 
 def test_a_toy_run_gives_claims_and_pictures(toy):
-    judged = Toy().judge(toy, "quick")
+    judged = Toy("quick", toy).judge()
     assert {each.verdict for each in judged} == {"cannot be judged"}
     assert len({each.id for each in judged}) == len(judged)
-    pictures = Toy().pictures(toy, "quick")
+    pictures = Toy("quick", toy).pictures()
     assert [picture.name for picture in pictures] == ["resnet", "resnet-time"]
     assert [panel.title for panel in pictures[0].panels][-1] == "Training accuracy"
     losses = pictures[0].panels[0].series
@@ -123,41 +127,39 @@ def test_a_toy_run_gives_claims_and_pictures(toy):
     assert [series.egop for series in losses] == ["EGOP" in name for name in METHODS]
 
 
-def test_no_time_no_new_run_and_the_next_slice_goes_on(folder, tmp_path, monkeypatch):
-    done = []
+def test_runs_go_on_where_they_were_and_what_may_be_left_out_comes_last(folder, monkeypatch):
+    done, killed = [], []
 
     class Fake:
         def __init__(self, data, config, device):
             self.config = config
 
         def __call__(self, progress):
+            if len(done) == 5 and not killed:
+                killed.append(True)
+                raise KeyboardInterrupt
             done.append((self.config["method"], self.config["seed"]))
-            clock[0] += 10
             return {"ten-crop accuracy": 0.5}
 
-    clock = [0.0]
     monkeypatch.setattr(Toy, "training", Fake)
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    store = Store(tmp_path / "resnet.jsonl")
-    Toy().run(store, context(folder, time_budget=0.0))
-    assert done == [(ADAMW, TUNING)], "the first run starts at second 0"
-    Toy().run(Store(store.path), context(folder, time_budget=35.0))
-    assert len(done) == 5
-    Toy().run(Store(store.path), context(folder))
+    toy = Toy()
+    with pytest.raises(KeyboardInterrupt):
+        toy.run(context(folder))
+    toy.run(context(folder))
     assert len(done) == len(set(done)) == 2 * len(METHODS)
     last = [(method, seed) for seed in (TUNING, 0) for method in OPTIONAL]
-    assert done[-len(last) :] == last, "what may be left out comes last"
+    assert done[-len(last) :] == last
 
 
 def test_missing_images_are_said_in_one_line(tmp_path):
     with pytest.raises(MissingDataError, match=r"train/CLASS/\*\.jpg"):
-        EXPERIMENT.run(Store(tmp_path / "resnet.jsonl"), Context(data=str(tmp_path), progress=False))
+        ResnetExperiment().run(Context(data=str(tmp_path), progress=False))
 
 
 def test_a_missing_package_is_said_in_one_line(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(MissingDataError, match="pip install pytorch-optimizer"):
-        Toy().run(Store(tmp_path / "resnet.jsonl"), context(folder))
+        Toy().run(context(folder))
 
 
 # What the methods look like when all of the paper's claims hold: the validation loss falls by this much an epoch, an
@@ -175,14 +177,14 @@ PAPER = {
 
 
 def fake_store(path, methods, data=9469, floor=-math.inf, runs=EXPERIMENT.short, trials=3, timed=True):
-    settings = runs.settings("full")
+    settings = runs.settings
     store = Store(path)
     common = {"data": {"train": data, "classes": 10}, "batch": 128, "crop": 96}
     for method, (fall, seconds, training, error) in methods.items():
         epochs = range(settings["epochs"] + 1)
         for rate in settings["rates"]:
             tuning = settings["tuning epochs"]
-            config = EXPERIMENT.config("full", method=method, lr=rate, seed=TUNING, epochs=tuning, **common)
+            config = EXPERIMENT.config(method=method, lr=rate, seed=TUNING, epochs=tuning, **common)
             accuracy = 0.5 if rate == 1e-3 else 0.4
             store.add(
                 Record(config, {"ten-crop accuracy": accuracy, "seconds": [seconds * e for e in range(tuning + 1)]})
@@ -199,7 +201,7 @@ def fake_store(path, methods, data=9469, floor=-math.inf, runs=EXPERIMENT.short,
             if runs is EXPERIMENT.long:
                 result["training accuracy"] = [math.nan] + [1 - training] * epochs[-1]
             config = {"method": method, "lr": 1e-3, "seed": seed, "epochs": settings["epochs"]}
-            store.add(Record(EXPERIMENT.config("full", **config, **common), result))
+            store.add(Record(EXPERIMENT.config(**config, **common), result))
     return store
 
 
@@ -212,13 +214,13 @@ def ours(judged):
 
 
 def verdicts(store):
-    judged = EXPERIMENT.judge(store, "full")
+    judged = full(store).judge()
     return {each.id.removeprefix("resnet/"): ours(each).verdict for each in judged if each.id != UNKNOWN}
 
 
 def test_the_target_is_the_papers_and_ours_stands_beside(tmp_path):
     twice = {name: (2 * fall, *others) for name, (fall, *others) in PAPER.items()}
-    judged = EXPERIMENT.judge(fake_store(tmp_path / "r.jsonl", twice, floor=1.5), "full")
+    judged = full(fake_store(tmp_path / "r.jsonl", twice, floor=1.5)).judge()
     found = {each.id: each for each in judged if each.finding.startswith(("Epochs", "Seconds"))}
     assert len(found) == 15
     assert {each.verdict for each in found.values()} == {"holds"}
@@ -229,16 +231,16 @@ def test_the_target_is_the_papers_and_ours_stands_beside(tmp_path):
 
 
 def test_what_the_images_are_is_said_first(tmp_path):
-    remark, renewed, not_run = EXPERIMENT.remarks(fake_store(tmp_path / "r.jsonl", PAPER), "full")
-    assert not_run == "Not run: runs of 30 epochs."
+    remark, renewed, not_run = full(fake_store(tmp_path / "r.jsonl", PAPER)).remarks()
+    assert not_run.startswith("Not run with 30 epochs: AdamW, EGOP up-front,")
     assert remark.startswith("The images are Imagenette's 9,469 of 10 classes at 96 px, not ImageNet's 1.28 million")
     assert renewed.startswith("An epoch has 73 steps here and 10,000 in the paper")
-    other, *_ = EXPERIMENT.remarks(fake_store(tmp_path / "s.jsonl", PAPER, data=1000), "full")
+    other, *_ = full(fake_store(tmp_path / "s.jsonl", PAPER, data=1000)).remarks()
     assert other.startswith("The images are a folder's 1,000")
 
 
 def test_what_was_not_recorded_is_not_judged(tmp_path):
-    judged = {each.id: each for each in EXPERIMENT.judge(fake_store(tmp_path / "r.jsonl", PAPER), "full")}
+    judged = {each.id: each for each in full(fake_store(tmp_path / "r.jsonl", PAPER)).judge()}
     assert judged[UNKNOWN].verdict == "cannot be judged"
     assert [each.id for each in judged.values() if each.kind == "reading"] == ["resnet/validation"]
 
@@ -255,7 +257,7 @@ def test_all_claims_can_fail(tmp_path):
 
 def test_numbers_come_from_the_records(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", PAPER)
-    found = {each.id: ours(each).finding for each in EXPERIMENT.judge(store, "full")}
+    found = {each.id: ours(each).finding for each in full(store).judge()}
     # AdamW's median ends at 2.01; the others' middle seeds get there after 8 and 5 epochs.
     assert found["resnet/upfront-epochs"] == "Epochs to a validation loss of 2.010: EGOP up-front: 8; AdamW: 10."
     assert found["resnet/periodic-time"] == "Seconds to a validation loss of 2.010: EGOP each epoch: 60; AdamW: 100."
@@ -265,41 +267,39 @@ def test_numbers_come_from_the_records(tmp_path):
 def test_a_method_that_never_gets_there_is_said_so(tmp_path):
     never = PAPER | {PERIODIC: (0.01, 1.0, 0.3, 0.2), SOAP_EPOCH: (0.01, 1.0, 0.3, 0.2)}
     store = fake_store(tmp_path / "r.jsonl", never)
-    judged = {each.id: each for each in EXPERIMENT.judge(store, "full")}
+    judged = {each.id: each for each in full(store).judge()}
     assert ours(judged["resnet/periodic-epochs"]).verdict == "does not hold"
     assert "EGOP each epoch: never" in judged["resnet/periodic-epochs"].finding
     assert ours(judged["resnet/periodic-soap"]).verdict == "cannot be judged", "neither got there"
-    bars = EXPERIMENT.pictures(store, "full")[1].panels[0].series[0]
+    bars = full(store).pictures()[1].panels[0].series[0]
     assert math.isinf(bars.median[list(bars.x).index(PERIODIC)])
 
 
 def test_the_learning_rate_is_that_of_the_best_tuning_accuracy(tmp_path):
     store = long_store(tmp_path / "r.jsonl", LONG)
-    assert (
-        EXPERIMENT.short.choose_rate(store, "full", ADAMW) == EXPERIMENT.long.choose_rate(store, "full", ADAMW) == 1e-3
-    )
+    assert full(store).short.choose_rate(ADAMW) == full(store).long.choose_rate(ADAMW) == 1e-3
 
 
 def test_long_runs_are_tuned_by_runs_of_their_own(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", PAPER)
     with pytest.raises(LookupError, match=r"AdamW has no tuning run with learning rate 0\.0003"):
-        EXPERIMENT.long.choose_rate(store, "full", ADAMW)
-    assert EXPERIMENT.settings("full")["tuning epochs"] == "10; 3 in the short runs"
+        full(store).long.choose_rate(ADAMW)
+    assert EXPERIMENT.settings["tuning epochs"] == "10; 3 in the short runs"
 
 
 def test_runs_that_are_still_to_come_are_named(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", {name: PAPER[name] for name in (ADAMW, UPFRONT)})
     with pytest.raises(LookupError, match="EGOP each epoch has no tuning run"):
-        EXPERIMENT.judge(store, "full")
+        full(store).judge()
 
 
 def test_a_method_that_no_claim_is_about_is_shown_with_the_runs_it_has(tmp_path):
     store = fake_store(tmp_path / "r.jsonl", PAPER)
     fewer = Store(tmp_path / "fewer.jsonl")
     fewer.add(*(run for run in store if not (run.config["method"] == MUON and run.config["seed"] == 2)))
-    assert len(EXPERIMENT.short.reported_runs(fewer, "full")[MUON]) == 2
-    assert "over 3 trials, Muon: 2." in EXPERIMENT.pictures(fewer, "full")[0].caption
-    assert "Muon" not in EXPERIMENT.pictures(store, "full")[0].caption
+    assert len(full(fewer).short.reported_runs()[MUON]) == 2
+    assert "over 3 trials, Muon: 2." in full(fewer).pictures()[0].caption
+    assert "Muon" not in full(store).pictures()[0].caption
 
 
 def test_runs_on_other_images_are_not_mixed_in(tmp_path):
@@ -315,43 +315,41 @@ def long_store(path, methods, **options):
     return fake_store(path, slower, runs=EXPERIMENT.long, **options)
 
 
-LONG = {name: numbers for name, numbers in PAPER.items() if name in EXPERIMENT.long.settings("full")["methods"]}
+LONG = {name: numbers for name, numbers in PAPER.items() if name in EXPERIMENT.long.settings["methods"]}
 LONG |= {SOAP_OURS: PAPER[SOAP_10], SOAP_100: PAPER[SOAP_10], AROUND: PAPER[PERIODIC], "Random rotation": PAPER[ADAMW]}
 
 
 def test_long_runs_are_judged_where_they_are_all_there(tmp_path):
     store = long_store(tmp_path / "r.jsonl", LONG)
-    judged = EXPERIMENT.judge(store, "full")
+    judged = full(store).judge()
     failed = [each.id.removeprefix("resnet/") for each in judged if each.verdict == "does not hold"]
     assert failed == ["upfront-often-time", "upfront-period-time"], "up front it does not get to SOAP's loss"
     assert sum(each.verdict == "holds" for each in judged) > 15
     assert judged[0].alternatives[-1].rule == "10 epochs"
-    assert EXPERIMENT.remarks(store, "full")[2].startswith(
-        "9 of 9 methods have their lowest validation loss in the last"
-    )
-    assert "and there are 30 epochs of them, not 40" in EXPERIMENT.remarks(store, "full")[0]
-    assert [table.title[:9] for table in EXPERIMENT.tables(store, "full")] == 2 * ["30 epochs"] + 2 * ["10 epochs"]
-    names = [picture.name for picture in EXPERIMENT.pictures(store, "full")]
+    assert len(full(store).remarks()) == 2
+    assert "and there are 30 epochs of them, not 40" in full(store).remarks()[0]
+    assert [table.title[:9] for table in full(store).tables()] == 2 * ["30 epochs"] + 2 * ["10 epochs"]
+    names = [picture.name for picture in full(store).pictures()]
     assert names == ["resnet-long", "resnet-long-time", "resnet", "resnet-time"]
 
 
 def test_claims_of_methods_that_lack_long_runs_keep_the_verdict_of_the_short_ones(tmp_path):
     store = long_store(tmp_path / "r.jsonl", {name: LONG[name] for name in FIRST})
-    judged = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.judge(store, "full")}
+    judged = {each.id.removeprefix("resnet/"): each for each in full(store).judge()}
     assert ours(judged["upfront-epochs"]).verdict == "holds"
-    short = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.short.judge(store, "full")}
+    short = {each.id.removeprefix("resnet/"): each for each in full(store).short.judge()}
     assert judged["upfront-epochs"].finding != short["upfront-epochs"].finding
     assert judged["upfront-soap"] == short["upfront-soap"]
-    assert EXPERIMENT.remarks(store, "full")[-1].startswith("Not run with 30 epochs: SOAP each epoch, SOAP once,")
+    assert full(store).remarks()[-1].startswith("Not run with 30 epochs: SOAP each epoch, SOAP once,")
 
 
 def test_adamw_has_a_second_chance_at_another_rate(tmp_path):
     store = long_store(tmp_path / "r.jsonl", LONG)
-    known = EXPERIMENT.long.judge(store, "full")
-    runs = EXPERIMENT.long.reported_runs(store, "full")[ADAMW]
+    known = full(store).long.judge()
+    runs = full(store).long.reported_runs()[ADAMW]
     better = [{**run.result, "ten-crop accuracy": 0.9, "seconds": [math.nan] * 31} for run in runs]
     store.add(*(Record({**run.config, "lr": 3e-4}, result) for run, result in zip(runs, better, strict=True)))
-    judged = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.long.judge(store, "full")}
+    judged = {each.id.removeprefix("resnet/"): each for each in full(store).long.judge()}
     assert [each.verdict for each in judged.values()] == [each.verdict for each in known], "the chosen rate counts"
     (other,) = (each for each in judged["upfront-accuracy"].alternatives if each.rule == "AdamW at 0.0003")
     assert (other.verdict, other.finding) == (
@@ -363,12 +361,12 @@ def test_adamw_has_a_second_chance_at_another_rate(tmp_path):
     assert "never" not in "".join(times), "it has the pace of AdamW's other runs"
     two = Store(tmp_path / "two.jsonl")
     two.add(*list(store)[:-1])
-    assert EXPERIMENT.long.judge(two, "full") == known, "one of its runs is missing"
+    assert full(two).long.judge() == known, "one of its runs is missing"
 
 
 def test_our_form_of_soap_stands_beside_the_packages(tmp_path):
     store = long_store(tmp_path / "r.jsonl", LONG | {SOAP_OURS: (0.25, 9.0, 0.3, 0.1)})
-    judged = {each.id.removeprefix("resnet/"): each for each in EXPERIMENT.long.judge(store, "full")}
+    judged = {each.id.removeprefix("resnet/"): each for each in full(store).long.judge()}
     assert judged["often-time"].verdict == "holds"
     (other,) = (each for each in judged["often-time"].alternatives if each.rule == "SOAP 100 in our form")
     assert other.verdict == "does not hold"
@@ -376,9 +374,7 @@ def test_our_form_of_soap_stands_beside_the_packages(tmp_path):
     assert same == ["does not hold"], "where it is compared itself it is always shown"
     assert "SOAP 100, ours: " in other.finding
     without = long_store(tmp_path / "s.jsonl", {name: LONG[name] for name in FIRST})
-    assert not any(
-        "our form" in each.rule for one in EXPERIMENT.long.judge(without, "full") for each in one.alternatives
-    )
+    assert not any("our form" in each.rule for one in full(without).long.judge() for each in one.alternatives)
 
 
 def test_what_only_the_other_rule_has_is_shown_where_it_differs():
@@ -392,22 +388,20 @@ def test_what_only_the_other_rule_has_is_shown_where_it_differs():
 
 def test_without_three_trials_the_short_runs_count(tmp_path):
     store = long_store(tmp_path / "r.jsonl", LONG, trials=2)
-    assert EXPERIMENT.judge(store, "full") == EXPERIMENT.short.judge(store, "full")
-    assert EXPERIMENT.remarks(store, "full")[-1] == "Not run to their end: runs of 30 epochs."
+    assert full(store).judge() == full(store).short.judge()
 
 
 def test_runs_beside_others_have_the_time_of_those_alone(tmp_path):
     store = long_store(tmp_path / "r.jsonl", LONG, timed=False)
     (_, first, *_), (_, second, *_) = (
-        [run.result["seconds"] for run in EXPERIMENT.long.reported_runs(store, "full")[method]]
-        for method in (SOAP_OURS, ADAMW)
+        [run.result["seconds"] for run in full(store).long.reported_runs()[method]] for method in (SOAP_OURS, ADAMW)
     )
     assert first == pytest.approx([21.0 * epoch for epoch in range(31)])
     assert len(second) == 31
 
 
 def test_a_table_says_what_an_epoch_costs_here_and_in_the_paper(tmp_path):
-    table, reached = EXPERIMENT.tables(fake_store(tmp_path / "r.jsonl", PAPER), "full")
+    table, reached = full(fake_store(tmp_path / "r.jsonl", PAPER)).tables()
     rows = {row[0]: row for row in table.rows}
     assert rows[ADAMW][-3:] == ("10.00 (10.00 to 10.00)", "1.0", "1.00")
     assert rows[SOAP_ONCE][-3:] == ("20.00 (20.00 to 20.00)", "2.0", "1.50")
@@ -418,7 +412,7 @@ def test_a_table_says_what_an_epoch_costs_here_and_in_the_paper(tmp_path):
     assert rows[MUON][-1] == ""
 
 
-def test_long_runs_go_on_slice_by_slice_and_by_importance(folder, tmp_path, monkeypatch):
+def test_long_runs_are_searched_along_a_ladder_and_done_by_importance(folder, monkeypatch):
     done = []
 
     class Fake:
@@ -430,34 +424,10 @@ def test_long_runs_go_on_slice_by_slice_and_by_importance(folder, tmp_path, monk
             return {"ten-crop accuracy": -abs(math.log(self.config["lr"] / 3e-3)), "seconds": [0.0, 1.0]}
 
     monkeypatch.setattr(LongToy, "training", Fake)
-    store = Store(tmp_path / "resnet.jsonl")
-    assert not LongToy().run_missing(store, context(folder, time_budget=-1.0), 1)
-    assert not done
-    assert LongToy().run_missing(store, context(folder), 1)
-    assert done[:6] == [(method, TUNING, 1e-3) for method in (*FIRST, SOAP_EPOCH, SOAP_ONCE)]
+    toy = LongToy()
+    toy.run(context(folder))
     # The best is at an end of those tried, again and again, until 1e-2 is worse.
-    own = [lr for method, seed, lr in done if method == ADAMW and seed == TUNING]
-    assert own == [1e-3, 3e-4, 3e-3, 1e-2]
-    assert [each for each in done if each[1] == 0] == [(name, 0, 3e-3) for name in LongToy().settings("")["methods"]]
-    assert {lr for _, _, lr in done} == {3e-4, 1e-3, 3e-3, 1e-2}
-
-
-@pytest.mark.slow
-def test_processes_do_what_one_would(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(resnet_long, "_LONG", ((ADAMW,), ()))
-    monkeypatch.setattr(resnet_long, "_LADDER", [1e-3])  # so that there is one round of processes
-    stores = []
-    for processes in (1, 2):
-        store = Store(tmp_path / f"{processes}.jsonl")
-        assert LongToy().run_missing(store, context(folder), processes)
-        stores.append({run.key: run.result for run in store})
-    alone, beside = stores
-    assert set(alone) == set(beside)
-    for key, result in alone.items():
-        assert beside[key]["validation loss"] == pytest.approx(result["validation loss"], rel=1e-5)
-    assert sum(math.isfinite(result["seconds"][-1]) for result in beside.values()) == 1, "one is timed"
-    assert LongToy().reported_runs(Store(tmp_path / "2.jsonl"), "quick")[ADAMW][0].result["seconds"][-1] > 0
-
-
-def test_a_process_starts_nothing_when_the_time_is_over(folder):
-    assert resnet_long.train_in_process({"device": None}, time.monotonic() - 1, {}) is None
+    for method in FIRST:
+        assert [lr for name, seed, lr in done if name == method and seed == TUNING] == [1e-3, 3e-4, 3e-3, 1e-2]
+    assert {method for method, *_ in done[: 5 * len(FIRST)]} == set(FIRST), "tuned and run before all others"
+    assert [each for each in done if each[1] == 0] == [(name, 0, 3e-3) for name in toy.settings["methods"]]

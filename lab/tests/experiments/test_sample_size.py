@@ -6,27 +6,26 @@ from egop_lab.experiments import sample_size
 from egop_lab.experiments.digits import DigitsExperiment
 from egop_lab.experiments.sample_size import SampleSizeExperiment
 from egop_lab.training import digits
+from egop_lab.training.batched import ORIGINAL, RANDOM
 from egop_lab.training.context import Context
-from egop_lab.training.instances import RANDOM
 from egop_lab.training.records import Record, Store
-from egop_lab.training.sweeps import ORIGINAL
 from fakes import verdicts
 
 
 def faked(tmp_path, ends, aligned):
     """Made-up final losses by kind of coordinates; original coordinates end at 1e-3."""
-    experiment, one = Store(tmp_path / "sample-size.jsonl"), SampleSizeExperiment()
-    other, base = Store(tmp_path / "digits.jsonl"), DigitsExperiment()
-    for optimizer, lr in one.settings("quick")["rates"].items():
+    one = SampleSizeExperiment("quick", Store(tmp_path / "sample-size.jsonl"))
+    base = DigitsExperiment("quick", Store(tmp_path / "digits.jsonl"))
+    for optimizer, lr in one.settings["rates"].items():
         for seed in range(2):
             config = {"optimizer": optimizer, "coordinates": ORIGINAL, "lr": lr, "seed": seed}
-            other.add(Record(base.config("quick", **config), {"loss": [1.0, 1e-3]}))
+            base.store.add(Record(base.config(**config), {"loss": [1.0, 1e-3]}))
             for kind, end in ends.items():
-                experiment.add(Record(one.config("quick", **config | {"coordinates": kind}), {"final": end}))
+                one.store.add(Record(one.config(**config | {"coordinates": kind}), {"final": end}))
     for kind in ends:
-        for config in one._alignment_configs("quick", kind):
-            experiment.add(Record(config, {"alignment": aligned if kind != RANDOM else 0.02}))
-    return one, experiment
+        for config in one._alignment_configs(kind):
+            one.store.add(Record(config, {"alignment": aligned if kind != RANDOM else 0.02}))
+    return one
 
 
 @pytest.mark.parametrize(
@@ -40,17 +39,18 @@ def faked(tmp_path, ends, aligned):
 )
 def test_each_rule_can_fail(tmp_path, ends, aligned, failing):
     kinds = ("M = 0.25 d", "M = 1 d", RANDOM)
-    one, store = faked(tmp_path, dict(zip(kinds, ends, strict=True)), aligned)
-    assert {claim for claim, verdict in verdicts(one, store).items() if verdict != "holds"} == failing
-    (table,) = one.tables(store, "quick")
+    one = faked(tmp_path, dict(zip(kinds, ends, strict=True)), aligned)
+    assert {claim for claim, verdict in verdicts(one).items() if verdict != "holds"} == failing
+    (table,) = one.tables()
     assert [row[0] for row in table.rows] == [ORIGINAL, *kinds]
-    (picture,) = one.pictures(store, "quick")
+    (picture,) = one.pictures()
     assert list(picture.panels[0].series[0].x) == [0.25, 1.0]
 
 
 class Toy(SampleSizeExperiment):
-    def settings(self, preset):
-        return super().settings(preset) | {"epochs": 1, "directions": 5}
+    @property
+    def settings(self):
+        return super().settings | {"epochs": 1, "directions": 5}
 
 
 def test_more_gradients_align_better_and_a_random_basis_hardly_at_all(tmp_path, monkeypatch):
@@ -58,12 +58,12 @@ def test_more_gradients_align_better_and_a_random_basis_hardly_at_all(tmp_path, 
     monkeypatch.setattr(digits, "digits_network", lambda: small)
     sample_size._find_bases.cache_clear()
     store = Store(tmp_path / "sample-size.jsonl")
-    Toy().run(store, Context(progress=False))
-    few, many, random = Toy()._alignments(store, "quick").values()
+    Toy("quick", store).run(Context(progress=False))
+    few, many, random = Toy("quick", store)._alignments().values()
     assert random < 0.2 < few < many <= 1 + 1e-6
-    assert len(Toy().records(store, "quick", optimizer="Adam")) == 3 * 2
+    assert len(Toy("quick", store).records(optimizer="Adam")) == 3 * 2
     before = len(store)
-    Toy().run(store, Context(progress=False))
+    Toy("quick", store).run(Context(progress=False))
     assert len(store) == before, "finished runs are not repeated"
 
 

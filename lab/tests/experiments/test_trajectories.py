@@ -4,24 +4,25 @@ import pytest
 import torch
 
 from egop_lab.experiments.trajectories import Plane, TrajectoriesExperiment, smooth, tilt
+from egop_lab.training.batched import EGOP, ORIGINAL
 from egop_lab.training.context import Context
 from egop_lab.training.records import Record, Store
-from egop_lab.training.sweeps import EGOP, ORIGINAL
 from fakes import verdicts
 
 SIZES = {"n": 20, "decay": 1.5, "samples": 10, "radius": 8.0}
 
 
 class Toy(TrajectoriesExperiment):
-    def settings(self, preset):
+    @property
+    def settings(self):
         small = {"trials": 2, "steps": 30, "rates": [10.0, 30.0], "problem": SIZES}
-        return {**super().settings(preset), **small}
+        return {**super().settings, **small}
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     store = Store(tmp_path_factory.mktemp("toy") / "records.jsonl")
-    Toy().run(store, Context(progress=False))
+    Toy("quick", store).run(Context(progress=False))
     return store
 
 
@@ -56,7 +57,7 @@ def test_tilt():
 
 
 def test_both_ways_begin_at_one_point_and_the_picture_shows_them(toy):
-    (picture,) = Toy().pictures(toy, "quick")
+    (picture,) = Toy("quick", toy).pictures()
     original, turned, loss, sweep = picture.panels
     assert (original.aspect, turned.aspect) == ("equal", "equal")
     for panel in (original, turned):
@@ -88,7 +89,7 @@ def test_level_sets_are_smooth_and_go_through_the_recorded_points():
 
 
 def test_the_real_runs_differ_while_sgd_does_not(toy):
-    found = verdicts(Toy(), toy)
+    found = verdicts(Toy("quick", toy))
     assert set(found) == {"differ", "aligned", "solved", "SGD-same"}
     assert (found["differ"], found["SGD-same"]) == ("holds", "holds")
 
@@ -119,14 +120,14 @@ def test_the_claims_can_come_out_both_ways(toy, tmp_path):
             return {"tilt": {ORIGINAL: 30.0, EGOP: 2.0}}
         return {"loss": [*result["loss"][:-1], 1e-12]}
 
-    fails = verdicts(Toy(), changed(toy, tmp_path / "fails.jsonl", failing))
+    fails = verdicts(Toy("quick", changed(toy, tmp_path / "fails.jsonl", failing)))
     assert {name: found for name, found in fails.items() if found != "holds"} == dict.fromkeys(
         ("differ", "aligned", "solved"), "does not hold"
     )
-    assert set(verdicts(Toy(), changed(toy, tmp_path / "holds.jsonl", holding)).values()) == {"holds"}
+    assert set(verdicts(Toy("quick", changed(toy, tmp_path / "holds.jsonl", holding))).values()) == {"holds"}
 
 
 def test_nothing_is_done_twice(toy):
     before = toy.path.read_bytes()
-    Toy().run(toy, Context(progress=False))
+    Toy("quick", toy).run(Context(progress=False))
     assert toy.path.read_bytes() == before

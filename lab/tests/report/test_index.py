@@ -13,7 +13,7 @@ import pytest
 import egop
 from egop_lab import theory
 from egop_lab.experiments.base import Judgement
-from egop_lab.experiments.registry import IDS, experiment
+from egop_lab.experiments.registry import IDS, find_experiment
 from egop_lab.report import index, reproduction
 from egop_lab.report.statements import STATEMENTS
 
@@ -113,7 +113,7 @@ def is_there(place):
         return place.removeprefix("egop_lab.theory.") in theory.__all__
     if place.startswith("egop."):
         return callable(attrgetter(place.removeprefix("egop."))(egop))
-    return experiment(place).id in IDS
+    return find_experiment(place).id in IDS
 
 
 @pytest.mark.parametrize("statement", STATEMENTS, ids=lambda statement: statement.label)
@@ -126,13 +126,13 @@ def test_what_a_row_names_is_there(statement):
 def test_the_check_sees_what_is_not_there():
     assert not is_there("lab/tests/theory/test_bounds.py::test_that_nobody_wrote")
     assert not is_there("egop_lab.theory.nothing")
-    with pytest.raises(KeyError, match="no experiment"):
+    with pytest.raises(KeyError):
         is_there("nothing")
 
 
 def test_every_function_of_the_theory_and_every_experiment_on_the_paper_is_named():
     named = {place for statement in STATEMENTS for place in statement.where}
-    assert {id for id in IDS if not experiment(id).figures.startswith("nothing like it")} == named & set(IDS)
+    assert {id for id in IDS if not find_experiment(id)().figures.startswith("nothing like it")} == named & set(IDS)
     quantities = {"SmoothnessSum", "densities", "leading_ratio", "nearest_kronecker", "reparameterized_constants"}
     quantities |= {"smoothness_sum_bounds", "compute_spectrum"}  # of definitions and proofs, not statements
     assert {name for name in theory.__all__ if f"egop_lab.theory.{name}" not in named} == quantities
@@ -143,8 +143,8 @@ def test_verdicts_are_those_of_the_sections(tmp_path):
         Judgement(f"convex/{i}", "It is.", verdict, "1.") for i, verdict in enumerate(["holds", "does not hold"])
     )
     sections = [
-        reproduction.Section(experiment("convex"), "full", judged),
-        reproduction.Section(experiment("digits"), problem="It has not been run."),
+        reproduction.Section(find_experiment("convex")("full"), judged),
+        reproduction.Section(find_experiment("digits")(), problem="It has not been run."),
     ]
     index.write_markdown(sections, tmp_path / "index.md")
     rows = {line.split("`")[1]: line for line in (tmp_path / "index.md").read_text().splitlines() if "| `" in line}

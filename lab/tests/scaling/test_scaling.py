@@ -5,7 +5,6 @@ Run as a program, this file rewrites the tables.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -317,13 +316,6 @@ def test_tables_of_the_document_are_what_the_command_prints():
         assert shown == run_command(*call.split()), f"Rewrite the tables: python {__file__}"
 
 
-def test_command_writes_json(tmp_path):
-    run_command("gpt2", "--ranks", "1", "--json", str(tmp_path / "scaling.json"))
-    found = json.loads((tmp_path / "scaling.json").read_text())
-    assert (found["parameters"], found["ranks"], found["tokens"]) == (SIZES["gpt2"], 1, None)
-    assert [each["method"] for each in found["estimates"]][:5] == ["AdamW", "Muon", "SOAP", "EGOP", "Shared, fixed"]
-
-
 def test_command_takes_a_factory(tmp_path, monkeypatch):
     source = "from torch import nn\ndef model(): return nn.Linear(8, 6)\ndef number(): return 3"
     (tmp_path / "some_factories.py").write_text(source)
@@ -333,16 +325,6 @@ def test_command_takes_a_factory(tmp_path, monkeypatch):
         found = CliRunner().invoke(cli.app, ["scaling", target])
         assert found.exit_code == 1
         assert words in found.stderr
-
-
-def test_memory_limits_bases():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4), nn.Linear(4, 2))
-    small, large = compare_methods(model, memory=10), compare_methods(model, memory=150)
-    assert any(note.startswith("Shared: No basis fits into memory=10 B") for note in small.notes)
-    assert not any(note.startswith("EGOP") for note in large.notes)
-    (shared,) = [each for each in large.estimates if each.method == "Shared, fixed"]
-    assert shared.rotated == 24 / 92  # only the second weight
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import torch
 import egop
 from egop_lab.builders import TORCH
 from egop_lab.training import batched
+from egop_lab.training.batched import EGOP, ORIGINAL
 from egop_lab.training.instances import Trials
-from egop_lab.training.sweeps import EGOP, ORIGINAL
 
 SEEDS = [3, 8]
 RATES = [0.01, 0.002]

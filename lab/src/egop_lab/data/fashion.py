@@ -72,7 +72,6 @@ def _split(kind: str, folder: str | Path | None) -> Split:
 
 
 def _path(name: str, folder: str | Path | None) -> Path:
-    """Return the path of one of the four files."""
     places = [] if folder is None else [Path(folder, inside) for inside in ("", "fashion-mnist", "FashionMNIST/raw")]
     paths = [place / file for place in (*places, _DEBIAN) for file in (name, f"{name}.gz")]
     path = next((path for path in paths if path.is_file()), None)

@@ -1,10 +1,4 @@
-"""Text as bytes, held on the device: a training part and a validation part, and windows of both.
-
-Where it is looked for, in this order: ``--data`` names a folder that has files for both parts (``train*`` and ``val*``,
-ending in ``.txt``, ``.tokens`` or ``.raw``, gzipped or not: WikiText-2 as it is distributed), itself or in ``text``,
-``wikitext-2`` or ``text/wikitext-2`` inside it; or it names a text file, or a folder of text files (or has one named
-``text``), which are joined in the order of their names. The last tenth is then for validation.
-"""
+"""Text as bytes: a training part and a validation part, and windows of both."""
 
 import gzip
 import zlib
@@ -16,13 +10,6 @@ import torch
 from torch import Tensor
 
 from egop_lab.data.missing import MissingDataError
-
-_ENDINGS = {".txt", ".tokens", ".raw"}
-_INSIDE = ("", "text", "wikitext-2", "text/wikitext-2")
-_ADVICE = (
-    "Name a text file, or a folder that has train.txt and valid.txt (or WikiText-2's wiki.train.tokens and "
-    "wiki.valid.tokens; gzipped or not), with --data PATH."
-)
 
 
 @dataclass(frozen=True)
@@ -66,44 +53,17 @@ class Windows:
             yield self._text[rows + self._within]
 
 
-def load(place: str | None, device: torch.device, *, smallest: int) -> Text:
-    """Load the text at a path, see above; its training part must have at least ``smallest`` bytes."""
-    train, validation = _read(place)
-    if len(train) < smallest or len(validation) < smallest // 100:
-        raise MissingDataError(
-            f"The text at {place} is too short: {len(train)} bytes to train on and {len(validation)} to validate with, "
-            f"but {smallest} and {smallest // 100} are needed. {_ADVICE}"
-        )
-    parts = [torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in (train, validation)]
-    return Text(parts[0], parts[1])
-
-
-def _read(place: str | None) -> tuple[bytes, bytes]:
-    """Return the training and the validation part."""
-    root = None if place is None else Path(place)
-    folders = [] if root is None else [root / name for name in _INSIDE]
-    for folder in folders:
-        train, validation = (
-            [file for file in _files(folder) if part in file.name.lower()] for part in ("train", "val")
-        )
-        if train and validation:
-            return _join(train), _join(validation)
-    alone = [root] if root is not None and root.is_file() else next(filter(None, map(_files, folders[:2])), [])
-    if not alone:
-        raise MissingDataError(f"There is no text{'' if place is None else f' at {place}'}. {_ADVICE}")
-    whole = _join(alone)
-    middle = len(whole) - len(whole) // 10
-    return whole[:middle], whole[middle:]
-
-
-def _files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return sorted(file for file in folder.iterdir() if file.is_file() and _plain(file).suffix.lower() in _ENDINGS)
-
-
-def _plain(file: Path) -> Path:
-    return file.with_suffix("") if file.suffix == ".gz" else file
+def load(place: Path) -> Text:
+    """Load a text, gzipped or not: a folder with files called train... and valid..., or one file, split nine to one."""
+    files = [place] if place.is_file() else sorted(file for file in place.glob("*") if ".txt" in file.suffixes)
+    train, validation = ([file for file in files if part in file.name] for part in ("train", "val"))
+    if not files:
+        raise MissingDataError(f"There is no text at {place}: name a file, or a folder with train.txt and valid.txt.")
+    parts = [_join(train), _join(validation)]
+    if not (train and validation):
+        whole = _join(files)
+        parts = [whole[: len(whole) - len(whole) // 10], whole[len(whole) - len(whole) // 10 :]]
+    return Text(*(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts))
 
 
 def _join(files: list[Path]) -> bytes:
@@ -111,4 +71,4 @@ def _join(files: list[Path]) -> bytes:
         contents = [file.read_bytes() for file in files]
         return b"".join(gzip.decompress(part) if part[:2] == b"\x1f\x8b" else part for part in contents)
     except (OSError, EOFError, zlib.error) as error:
-        raise MissingDataError(f"The text {files[0]} cannot be read ({error}). {_ADVICE}") from error
+        raise MissingDataError(f"The text {files[0]} cannot be read ({error}).") from error

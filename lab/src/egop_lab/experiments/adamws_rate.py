@@ -85,8 +85,8 @@ def _count(differences: Sequence[tuple[float, float]]) -> tuple[str, ...]:
 def main(data: str, commit: str) -> None:
     """Do the runs that the record does not have yet."""
     torch.set_num_threads(1)
-    experiment = AdviceExperiment()
-    results, settings = experiment.results(Store(_RECORDS / "advice.jsonl"), "full"), experiment.settings("full")
+    experiment = AdviceExperiment("full", Store(_RECORDS / "advice.jsonl"))
+    results, settings = experiment.results(), experiment.settings
     known = read_losses(RECORD) if RECORD.exists() else {}
     for name, problem in PROBLEMS.items():
         rate = results.tuned(name, ADAMW)[0].lr

@@ -12,8 +12,8 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,11 +22,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import egop
 from egop_lab.experiments.advice_results import ADAMW, CANDIDATES, Results
-from egop_lab.experiments.base import Experiment, Judgement, Table, to_verdict
+from egop_lab.experiments.base import Experiment, Judgement, Table
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.context import Context, Preset, make_record
+from egop_lab.training.context import Context
 from egop_lab.training.problems import PROBLEMS, Task
-from egop_lab.training.records import Store
 
 _QUICK = ("table", "linear-network", "matrix-sensing", "table-mixed")
 _START = 5e-3  # first learning rate of AdamW
@@ -37,74 +36,38 @@ class AdviceExperiment(Experiment):
     """Race and full trainings of 28 small problems, half of which were chosen before the rules were tuned."""
 
     id: ClassVar[str] = "advice"
-    title: ClassVar[str] = "Is the advice of a short race right?"
-    figures: ClassVar[str] = "nothing like it; a further study, with targets of this project"
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        """Return the problems and what is common to all runs."""
-        full = preset == "full"
-        return {
-            "problems": {
-                name: {"kind": each.kind, "half": each.half, "steps": each.steps if full else 40}
-                for name, each in PROBLEMS.items()
-                if full or name in _QUICK
-            },
-            "candidates": list(CANDIDATES),
-            "seeds": 2 if full else 1,
-            "evaluations": 25 if full else 10,
-            "rates": [float(f"{digit}e{power}") for power in range(-5, 1) for digit in (1, 2, 5)],
-            "schedule": "warm-up over the first 10 %, decay to zero over the last 40 %, as in the race",
-            "search": "up and down from AdamW's best rate (AdamW: 5e-3; EGOP without rotation: EGOP's) until the final "
-            "loss gets worse, with one seed; the best rate, of some runs the best two, is repeated with the second",
+    @property
+    def settings(self) -> dict[str, Any]:
+        full = self.preset == "full"
+        problems = {
+            name: {"kind": each.kind, "half": each.half, "steps": each.steps if full else 40}
+            for name, each in PROBLEMS.items()
+            if full or name in _QUICK
         }
+        return super().settings | {"problems": problems, "candidates": list(CANDIDATES)}
 
-    def run(
-        self,
-        store: Store,
-        context: Context,
-        *,
-        problems: Sequence[str] | None = None,
-        candidates: Sequence[str] = CANDIDATES,
-        parts: Sequence[str] = ("truth", "race"),
-    ) -> None:
-        """Do the runs that the store does not have yet, problem by problem."""
-        settings = self.settings(context.preset)
-        end = math.inf if context.time_budget is None else time.monotonic() + context.time_budget
-        for name in problems or settings["problems"]:
+    def run(self, context: Context) -> None:
+        for name in self.settings["problems"]:
             began = time.monotonic()
-            runner = _Runner(self, store, context, settings, name, end)
-            try:
-                for candidate in candidates if "truth" in parts else ():
-                    runner.find_truth(candidate)
-                if "race" in parts:
-                    runner.race()
-            except TimeoutError:
-                return
+            runner = _Runner(self, context, name)
+            for candidate in CANDIDATES:
+                runner.find_truth(candidate)
+            runner.race()
             context.say(f"{name}: {time.monotonic() - began:.0f} s")
 
-    def results(self, store: Store, preset: Preset) -> Results:
-        """Return what the records say."""
-        return Results(self.settings(preset), self.records(store, preset))
+    def results(self) -> Results:
+        return Results(self.settings, self.records())
 
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
-        """Judge the targets on the frozen half; the findings give both halves."""
-        results = self.results(store, preset)
-        findings = results.summarize()
-        whole = preset == "full" and len(results.complete) == len(results.settings["problems"])
-        return [
-            Judgement(
-                f"{self.id}/{each.name}",
-                each.statement,
-                to_verdict(each.holds) if whole else "cannot be judged",
-                each.finding,
-                "target",
-            )
-            for each in findings
-        ]
+    def judge(self) -> list[Judgement]:
+        results = self.results()
+        judged = results.summarize()
+        if self.preset == "full" and len(results.complete) == len(results.settings["problems"]):
+            return judged
+        return [replace(each, verdict="cannot be judged") for each in judged]
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        """Plot predicted against final gains."""
-        results = self.results(store, preset)
+    def pictures(self) -> list[Picture]:
+        results = self.results()
         series = []
         for half in ("open", "frozen"):
             pairs = results.pairs(half)
@@ -114,8 +77,7 @@ class AdviceExperiment(Experiment):
         caption = "Steps to the same loss as AdamW, by candidate and problem: in the race and in full trainings."
         return [Picture("advice", caption, [panel])]
 
-    def remarks(self, store: Store, preset: Preset) -> list[str]:
-        """Say how times were taken and which code ran."""
+    def remarks(self) -> list[str]:
         times = (
             "The machine was shared, so times are processor times of single-threaded runs, and the correlation is that "
             "of steps. The minutes below are wall-clock times of several runs side by side."
@@ -130,27 +92,18 @@ class AdviceExperiment(Experiment):
         )
         return [times, code, rules]
 
-    def tables(self, store: Store, preset: Preset) -> list[Table]:
-        """Return one row for each problem, and the starting points."""
-        results = self.results(store, preset)
+    def tables(self) -> list[Table]:
+        results = self.results()
         return [results.problem_table(), results.rate_table()]
 
 
 class _Runner:
     """The runs of one problem."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        store: Store,
-        context: Context,
-        settings: Mapping[str, Any],
-        name: str,
-        end: float,
-    ) -> None:
-        self.experiment, self.store, self.context, self.settings = experiment, store, context, settings
-        self.name, self.end = name, end
-        self.steps = settings["problems"][name]["steps"]
+    def __init__(self, experiment: AdviceExperiment, context: Context, name: str) -> None:
+        self.experiment, self.context, self.name = experiment, context, name
+        self.settings = experiment.settings
+        self.steps = self.settings["problems"][name]["steps"]
 
     def find_truth(self, candidate: str) -> None:
         """Search the candidate's best rate with full trainings, and repeat it with the other seeds."""
@@ -189,7 +142,7 @@ class _Runner:
 
     def _losses(self, candidate: str) -> dict[float, float]:
         wanted = {"problem": self.name, "steps": self.steps, "what": "training", "candidate": candidate, "seed": 0}
-        runs = self.experiment.records(self.store, self.context.preset, **wanted)
+        runs = self.experiment.records(**wanted)
         finals = {run.config["lr"]: float(run.result["losses"][-1]) for run in runs}
         return {lr: loss if math.isfinite(loss) else math.inf for lr, loss in finals.items()}
 
@@ -197,15 +150,15 @@ class _Runner:
         return _make_task(self.name, seed, self.context.data)
 
     def _do(self, work: Callable[[], dict[str, Any]], **entries: Any) -> Mapping[str, Any]:
-        config = self.experiment.config(self.context.preset, problem=self.name, steps=self.steps, **entries)
-        if (record := self.store.get(config)) is None:
-            if time.monotonic() > self.end:
-                raise TimeoutError
-            began = time.perf_counter()
+        def run(_: Mapping[str, Any]) -> dict[str, Any]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                record = make_record(config, work(), time.perf_counter() - began)
-            self.store.add(record)
+                return work()
+
+        config = self.experiment.config(problem=self.name, steps=self.steps, **entries)
+        self.experiment.do_missing([config], run)
+        record = self.experiment.store.get(config)
+        assert record is not None
         return record.result
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from egop.diagnose import CANDIDATES as _DEFAULTS
 from egop.diagnose import Comparison, Diagnosis, Race, Run
-from egop_lab.experiments.base import Table
+from egop_lab.experiments.base import Judgement, Table, to_verdict
+from egop_lab.experiments.curves import rank_correlation
 from egop_lab.training.records import Record
 
 CANDIDATES = tuple(each.name for each in _DEFAULTS)
@@ -36,23 +37,8 @@ class Pair:
     true: Comparison
 
 
-@dataclass(frozen=True)
-class Target:
-    """One target of the study and whether it holds on the frozen half."""
-
-    name: str
-    statement: str
-    holds: bool
-    finding: str
-
-
 class Results:
-    """What the records of the study say.
-
-    Args:
-        settings: settings of the experiment.
-        records: finished runs.
-    """
+    """What the records of the study say."""
 
     def __init__(self, settings: Mapping[str, Any], records: Sequence[Record]) -> None:
         self.settings = settings
@@ -78,7 +64,6 @@ class Results:
         ]
 
     def select(self, half: str) -> list[str]:
-        """Return the complete problems of one half."""
         return [name for name in self.complete if self.settings["problems"][name]["half"] == half]
 
     def tuned(self, problem: str, candidate: str) -> list[Run]:
@@ -103,12 +88,7 @@ class Results:
         return Comparison(math.exp(statistics.mean(math.log(ratio) for ratio in ratios)), seconds[0] / seconds[1])
 
     def diagnose(self, problem: str, *, equal_steps: bool = False) -> Diagnosis:
-        """Rebuild the diagnosis from the recorded race.
-
-        Args:
-            problem: name of the problem.
-            equal_steps: pretend that a step of every candidate takes the same time.
-        """
+        """Rebuild the diagnosis from the recorded race, perhaps as if a step of every candidate took the same time."""
         result = self._races[problem]
         stages = [
             {name: [_read_run(run, equal_steps) for run in runs] for name, runs in stage.items()}
@@ -139,7 +119,8 @@ class Results:
         for each in self.pairs(half):
             grouped.setdefault(each.problem, []).append((each.predicted.steps, each.true.steps))
         return _bootstrap(
-            list(grouped.values()), lambda groups: _spearman([pair for group in groups for pair in group])
+            list(grouped.values()),
+            lambda groups: rank_correlation(*zip(*(pair for group in groups for pair in group), strict=True)),
         )
 
     def correlate_best(self, half: str) -> tuple[float, float, float]:
@@ -149,15 +130,10 @@ class Results:
             pairs = [each for each in self.pairs(half) if each.problem == problem]
             best = (min(each.predicted.steps for each in pairs), min(each.true.steps for each in pairs))
             grouped.append([best])
-        return _bootstrap(grouped, lambda groups: _spearman([group[0] for group in groups]))
+        return _bootstrap(grouped, lambda groups: rank_correlation(*zip(*(group[0] for group in groups), strict=True)))
 
     def mistakes(self, half: str, *, equal_steps: bool) -> tuple[list[str], list[str]]:
-        """Return the problems with a missed gain and those where the advice is slower than AdamW.
-
-        Args:
-            half: the half of the problems.
-            equal_steps: count steps instead of time.
-        """
+        """Return the problems with a missed gain and those where the advice is slower than AdamW, by time or steps."""
         missed, reversed_ = [], []
         for problem in self.select(half):
             truth = {name: self.compare(problem, name) for name in CANDIDATES}
@@ -182,7 +158,7 @@ class Results:
             found[problem, candidate] = min(losses, default=math.inf) <= _CLOSE * min(finals.values())
         return found
 
-    def summarize(self) -> list[Target]:
+    def summarize(self) -> list[Judgement]:
         """Judge the targets on the frozen half; the findings give both halves."""
         counts = {half: len(self.select(half)) for half in HALVES}
         steps = {half: self.mistakes(half, equal_steps=True) for half in HALVES}
@@ -199,38 +175,42 @@ class Results:
             )
 
         return [
-            Target(
-                "correlation",
+            Judgement(
+                "advice/correlation",
                 f"Target: the rank correlation of predicted and final steps to a loss is at least {CORRELATION}.",
-                correlations["frozen"][0] >= CORRELATION,
+                to_verdict(correlations["frozen"][0] >= CORRELATION),
                 "; ".join(
                     f"{half}: {_interval(correlations[half])} over all candidates, {_interval(best[half])} for the "
                     f"best candidate of each of {counts[half]} problems"
                     for half in reversed(HALVES)
                 )
                 + ".",
+                "target",
             ),
-            Target(
-                "missed",
+            Judgement(
+                "advice/missed",
                 f"Target: AdamW is never advised where a candidate is more than {MISSED:.0%} faster.",
-                not times["frozen"][0],
+                to_verdict(not times["frozen"][0]),
                 f"{count(0)}.",
+                "target",
             ),
-            Target(
-                "reversed",
+            Judgement(
+                "advice/reversed",
                 f"Target: a candidate is never advised where AdamW is more than {REVERSED:.0%} faster.",
-                not times["frozen"][1],
+                to_verdict(not times["frozen"][1]),
                 f"{count(1)}.",
+                "target",
             ),
-            Target(
-                "rates",
+            Judgement(
+                "advice/rates",
                 f"Target: one of the two proposed rates is within 5 % of the tuned loss in {GOOD_RATES:.0%} of cases.",
-                sum(rates["frozen"]) >= GOOD_RATES * len(rates["frozen"]),
+                to_verdict(sum(rates["frozen"]) >= GOOD_RATES * len(rates["frozen"])),
                 "; ".join(
                     f"{half}: {sum(rates[half])} of {len(rates[half])} ({_wilson(sum(rates[half]), len(rates[half]))})"
                     for half in reversed(HALVES)
                 )
                 + ".",
+                "target",
             ),
         ]
 
@@ -292,25 +272,11 @@ def _bootstrap(groups: list[Any], function: Callable[[list[Any]], float]) -> tup
     return function(groups), float(low), float(high)
 
 
-def _spearman(pairs: Sequence[tuple[float, float]]) -> float:
-    first, second = (_rank(values) for values in zip(*pairs, strict=True))
-    if min(map(len, map(set, (first, second)))) == 1:
-        return math.nan
-    return statistics.correlation(first, second)
-
-
-def _rank(values: Sequence[float]) -> list[float]:
-    """Return ranks; equal values share the mean of theirs."""
-    ordered = sorted(values)
-    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
-
-
 def _interval(values: tuple[float, float, float]) -> str:
     return f"{values[0]:.2f} (95 %: {values[1]:.2f} to {values[2]:.2f})"
 
 
 def _wilson(successes: int, count: int) -> str:
-    """Return a share with its 95 % Wilson interval."""
     if not count:
         return "no cases"
     share, square = successes / count, 1.96**2

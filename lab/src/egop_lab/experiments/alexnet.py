@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,14 +20,12 @@ from egop_lab.experiments.curves import median
 from egop_lab.models.alexnet import alexnet
 from egop_lab.models.residual import initialize_
 from egop_lab.models.small import cross_entropy
-from egop_lab.plots.picture import Picture
-from egop_lab.training.context import Context, Preset, record_run
-from egop_lab.training.instances import RANDOM
+from egop_lab.training.batched import RANDOM
+from egop_lab.training.context import Context
 from egop_lab.training.loop import train
-from egop_lab.training.records import Record, Store
+from egop_lab.training.records import Record
 from egop_lab.training.resnet import count_samples
-from egop_lab.training.sweeps import TUNING
-from egop_lab.training.tuning import best_rate
+from egop_lab.training.tuning import TUNING, best_rate
 
 METHODS = ("Adam", "AdamW", "EGOP AdamW", f"{RANDOM} AdamW")
 _HALF = 0.5
@@ -37,78 +35,59 @@ class AlexNetExperiment(Experiment):
     """Each method at its own learning rate: the one with the highest validation accuracy in shorter runs."""
 
     id: ClassVar[str] = "alexnet"
-    title: ClassVar[str] = "AlexNet on Imagenette"
-    figures: ClassVar[str] = (
-        "nothing like it; AlexNet is named beside the residual network, without results. Rules were written down "
-        "before the runs"
-    )
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        full = preset == "full"
-        return {
-            "rates": [1e-4, 3e-4, 1e-3] if full else [3e-4, 1e-3, 3e-3],
-            "trials": 3 if full else 1,
-            "epochs": 30 if full else 8,
-            "tuning epochs": 10 if full else 2,
-            "weight decay": 1e-4,
-            "batch": 128 if full else 32,
-            "side": 112 if full else 72,
-            "crop": 96 if full else 64,
-            "width": 64 if full else 16,
-            "hidden": 4096 if full else 128,
-            "images": [None, None] if full else [3000, 1000],
-            "basis": "of the convolutions, from at least 1000 gradients of their filters; AdamW for everything",
-        }
+    @property
+    def settings(self) -> dict[str, Any]:
+        return super().settings | {"images": [None, None] if self.preset == "full" else [3000, 1000]}
 
-    def run(self, store: Store, context: Context) -> None:
-        settings = self.settings(context.preset)
+    def run(self, context: Context) -> None:
+        settings = self.settings
         tuning = [
-            self._config(context.preset, method, lr, settings["tuning epochs"], TUNING)
+            self._config(method, lr, settings["tuning epochs"], TUNING)
             for method in METHODS
             for lr in settings["rates"]
         ]
         data = functools.cache(functools.partial(self._load, context))  # only if there is something to run
 
-        def go(configs: Sequence[Mapping[str, Any]]) -> None:
-            for config in store.missing(configs):
-                record_run(store, config, lambda config: train_once(data(), config, context), context.device)
+        def train(config: Mapping[str, Any]) -> dict[str, Any]:
+            return train_once(data(), config, context)
 
-        go(tuning)
-        go(self._reported_configs(store, context.preset))
+        self.do_missing(tuning, train, context.device)
+        self.do_missing(self._reported_configs(), train, context.device)
 
     def _load(self, context: Context) -> images.HeldImages:
-        settings = self.settings(context.preset)
+        settings = self.settings
         sizes = {"side": settings["side"], "crop": settings["crop"], "limits": tuple(settings["images"])}
         return images.load(context.data, device=context.device, workers=context.workers, **sizes)
 
-    def _config(self, preset: Preset, method: str, lr: float, epochs: int, seed: int) -> dict[str, Any]:
+    def _config(self, method: str, lr: float, epochs: int, seed: int) -> dict[str, Any]:
         names = ("weight decay", "batch", "side", "crop", "width", "hidden", "images")
-        settings = self.settings(preset)
+        settings = self.settings
         common = {name: settings[name] for name in names}
-        return self.config(preset, method=method, lr=lr, epochs=epochs, seed=seed, **common)
+        return self.config(method=method, lr=lr, epochs=epochs, seed=seed, **common)
 
-    def _reported_configs(self, store: Store, preset: Preset) -> list[dict[str, Any]]:
-        settings = self.settings(preset)
-        rates = {method: self.choose_rate(store, preset, method) for method in METHODS}
+    def _reported_configs(self) -> list[dict[str, Any]]:
+        settings = self.settings
+        rates = {method: self.choose_rate(method) for method in METHODS}
         trials = [(method, seed) for seed in range(settings["trials"]) for method in METHODS]
-        return [self._config(preset, method, rates[method], settings["epochs"], seed) for method, seed in trials]
+        return [self._config(method, rates[method], settings["epochs"], seed) for method, seed in trials]
 
-    def choose_rate(self, store: Store, preset: Preset, method: str) -> float:
+    def choose_rate(self, method: str) -> float:
         """Return the learning rate of the highest validation accuracy in the tuning runs."""
-        runs = self.records(store, preset, method=method, seed=TUNING)
-        if len(runs) < len(self.settings(preset)["rates"]):
+        runs = self.records(method=method, seed=TUNING)
+        if len(runs) < len(self.settings["rates"]):
             raise LookupError(f"{method} is not tuned yet")
         return best_rate(runs, lambda result: -max(result["accuracy"]))
 
-    def _reported_runs(self, store: Store, preset: Preset) -> dict[str, list[Record]]:
-        configs = self._reported_configs(store, preset)
-        if store.missing(configs):
+    def _reported_runs(self) -> dict[str, list[Record]]:
+        configs = self._reported_configs()
+        if self.store.missing(configs):
             raise LookupError("trials are left")
-        runs = [run for config in configs if (run := store.get(config))]
+        runs = [run for config in configs if (run := self.store.get(config))]
         return {method: [run for run in runs if run.config["method"] == method] for method in METHODS}
 
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
-        runs = self._reported_runs(store, preset)
+    def judge(self) -> list[Judgement]:
+        runs = self._reported_runs()
         ends = {method: median([run.result["training loss"][-1] for run in own]) for method, own in runs.items()}
         adam, adamw, turned, random = (ends[method] for method in METHODS)
         judged = [
@@ -131,21 +110,18 @@ class AlexNetExperiment(Experiment):
                 "control",
             )
         )
-        if preset == "full":
+        if self.preset == "full":
             return judged
         note = "One trial of a small version, which is too small to judge by."
         return [replace(each, verdict="cannot be judged", finding=f"{each.finding} {note}") for each in judged]
 
-    def tables(self, store: Store, preset: Preset) -> list[Table]:
+    def tables(self) -> list[Table]:
         rows = []
-        for method, runs in self._reported_runs(store, preset).items():
+        for method, runs in self._reported_runs().items():
             ends = [median([run.result[name][-1] for run in runs]) for name in ("training loss", "loss", "accuracy")]
             rows.append((method, f"{runs[0].config['lr']:g}", f"{ends[0]:.3f}", f"{ends[1]:.3f}", f"{ends[2]:.1%}"))
         header = ("method", "learning rate", "training loss", "validation loss", "accuracy")
         return [Table("After the last epoch, medians over trials", header, tuple(rows))]
-
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        return []
 
 
 def train_once(data: images.HeldImages, config: Mapping[str, Any], context: Context) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,23 +14,19 @@ from egop_lab import theory
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
 from egop_lab.experiments.base import Experiment, Judgement, Table, to_verdict
-from egop_lab.experiments.controls import open_beside
 from egop_lab.experiments.convex import STOP, ConvexExperiment
-from egop_lab.experiments.curves import first_below, median, quartiles
+from egop_lab.experiments.curves import first_below, median, quartiles, rank_correlation
 from egop_lab.experiments.digits import DigitsExperiment
 from egop_lab.experiments.errors_in_variables import ErrorsInVariablesExperiment
 from egop_lab.experiments.linear_networks import LinearNetworksExperiment
-from egop_lab.experiments.matrix_factorization import MatrixFactorizationExperiment
-from egop_lab.experiments.matrix_factorization_claims import AT_OPTIMUM
+from egop_lab.experiments.matrix_factorization import AT_OPTIMUM, MatrixFactorizationExperiment
 from egop_lab.experiments.tuned_experiment import Case, Method, TunedExperiment
 from egop_lab.models.residual import initialize_
 from egop_lab.models.small import cross_entropy
-from egop_lab.plots.picture import Picture
 from egop_lab.training import digits as digits_trials
 from egop_lab.training import linear as linear_trials
-from egop_lab.training.context import Context, Preset, record_run
-from egop_lab.training.records import Store
-from egop_lab.training.sweeps import EGOP, ORIGINAL
+from egop_lab.training.batched import EGOP, ORIGINAL
+from egop_lab.training.context import Context
 
 _DENSE = 0.6  # the paper's number for random directions; 2/π = 0.637 in the limit
 _LIKELY = 0.99
@@ -39,8 +34,8 @@ _ALIKE = 0.9  # of the likeness of a filter to itself, from other gradients
 _RANKED = 0.5  # rank correlation
 _ROUNDING = {"linear-networks": 1e-30, "errors-in-variables": 1e-28, "matrix-factorization": AT_OPTIMUM, "convex": STOP}
 _CURVES = {"errors-in-variables": "loss", "matrix-factorization": "excess", "convex": "gradient norm"}
-_TUNED: dict[str, TunedExperiment] = {
-    each.id: each for each in (ErrorsInVariablesExperiment(), MatrixFactorizationExperiment(), ConvexExperiment())
+_TUNED: dict[str, type[TunedExperiment]] = {
+    each.id: each for each in (ErrorsInVariablesExperiment, MatrixFactorizationExperiment, ConvexExperiment)
 }
 _LAYERS, _WHOLE = "linear-networks, by layer", "linear-networks"
 
@@ -51,55 +46,36 @@ class AssumptionsExperiment(Experiment):
     """Measurements of what the paper assumes or says in passing."""
 
     id: ClassVar[str] = "assumptions"
-    title: ClassVar[str] = "What the theory and the shared basis rest on"
-    figures: ClassVar[str] = "nothing like it; sentences of its text. Rules were written down before the runs"
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        full = preset == "full"
-        return {
-            "trials": 3 if full else 1,
-            "sr/(dβ₁)": "of each block of the basis, mean weighted by dimension; median over trials",
-            "share of steps": "steps of EGOP to the lowest median loss of original coordinates, divided by theirs",
-            "dimensions": [10, 100, 1000, 2410],
-            "directions": 1000,
-            "network": "convolutions of 16 and 16 channels on the digits; filters of the second one, 144 weights each",
-            "gradients": 1200 if full else 300,
-            "epochs": 10 if full else 2,
-            "leading directions": 10,
-        }
-
-    def configs(self, preset: Preset) -> dict[str, list[dict[str, Any]]]:
+    def configs(self) -> dict[str, list[dict[str, Any]]]:
         """Return the configurations by kind of measurement."""
-        settings = self.settings(preset)
+        settings = self.settings
         names = ("gradients", "epochs", "leading directions")
         common = {name: settings[name] for name in names}
         entries: dict[str, list[dict[str, Any]]] = {
             "ratio": [
-                {"problem": problem, "seed": seed}
-                for problem in _list_problems(preset)
-                for seed in range(settings["trials"])
+                {"problem": problem, "seed": seed} for problem in self._problems() for seed in range(settings["trials"])
             ],
             "density": [{"dimension": size, "directions": settings["directions"]} for size in settings["dimensions"]],
             "filters": [{"trained": trained, **common} for trained in (False, True)],
         }
-        return {kind: [self.config(preset, kind=kind, **own) for own in each] for kind, each in entries.items()}
+        return {kind: [self.config(kind=kind, **own) for own in each] for kind, each in entries.items()}
 
-    def run(self, store: Store, context: Context) -> None:
+    def run(self, context: Context) -> None:
         measures: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
-            "ratio": lambda config: {"blocks": _measure_blocks(config["problem"], config["seed"], context.preset)},
+            "ratio": lambda config: {"blocks": self._measure_blocks(config["problem"], config["seed"])},
             "density": _measure_density,
             "filters": _measure_filters,
         }
-        for kind, configs in self.configs(context.preset).items():
-            for config in store.missing(configs):
-                record_run(store, config, measures[kind])
+        for kind, configs in self.configs().items():
+            self.do_missing(configs, measures[kind])
 
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
-        rows = self._compare_ratios(store, preset)
+    def judge(self) -> list[Judgement]:
+        rows = self._compare_ratios()
         correlation = rank_correlation(
             [row["ratio"] for row in rows.values()], [row["Adagrad"] for row in rows.values()]
         )
-        last = self.records(store, preset, kind="density")[-1]
+        last = self.records(kind="density")[-1]
         share, size = last.result["share"], last.config["dimension"]
         judged = [
             Judgement(
@@ -119,7 +95,7 @@ class AssumptionsExperiment(Experiment):
                 threshold=f"with high probability: {_LIKELY:.0%}",
             ),
         ]
-        for run in self.records(store, preset, kind="filters"):
+        for run in self.records(kind="filters"):
             found, trained = run.result, run.config["trained"]
             alike = all(found[f"{name} of two"] >= _ALIKE * found[f"{name} of one"] for name in ("cosine", "alignment"))
             words = "The EGOP matrices of the filters of one layer are similar at initialisation."
@@ -142,22 +118,22 @@ class AssumptionsExperiment(Experiment):
             )
         return judged
 
-    def _compare_ratios(self, store: Store, preset: Preset) -> dict[str, dict[str, float]]:
+    def _compare_ratios(self) -> dict[str, dict[str, float]]:
         """Return for each problem sr/(dβ₁), and the share of the steps that EGOP needs with each optimizer."""
         rows = {}
-        for problem in _list_problems(preset):
-            runs = self.records(store, preset, kind="ratio", problem=problem)
+        for problem in self._problems():
+            runs = self.records(kind="ratio", problem=problem)
             if not runs:
                 raise LookupError(f"{problem} has runs left")
             rows[problem] = {"ratio": median([mean_ratio(run.result["blocks"]) for run in runs])}
             for optimizer in ("Adagrad", "Adam"):
-                rows[problem][optimizer] = _share_of_steps(store, preset, problem, optimizer)
+                rows[problem][optimizer] = self._share_of_steps(problem, optimizer)
         return rows
 
-    def tables(self, store: Store, preset: Preset) -> list[Table]:
+    def tables(self) -> list[Table]:
         rows = []
-        for problem, row in self._compare_ratios(store, preset).items():
-            blocks = self.records(store, preset, kind="ratio", problem=problem)[0].result["blocks"]
+        for problem, row in self._compare_ratios().items():
+            blocks = self.records(kind="ratio", problem=problem)[0].result["blocks"]
             shown = "; ".join(
                 f"{own['dimension']:.0f}, {own['stable rank']:.3g}, {own['density']:.2f}" for own in blocks.values()
             )
@@ -166,68 +142,70 @@ class AssumptionsExperiment(Experiment):
         header = ("problem", "blocks: d, sr, β₁", "sr/(dβ₁)", "share of steps, Adagrad", "Adam")
         dense = [
             (f"{run.config['dimension']}", f"{run.result['mean']:.3f}", f"{run.result['share']:.1%}")
-            for run in self.records(store, preset, kind="density")
+            for run in self.records(kind="density")
         ]
         return [
             Table("sr/(dβ₁) beside the share of its original's steps that EGOP needs", header, tuple(rows)),
             Table("Density of random directions", ("d", "mean β", "share above 0.6"), tuple(dense)),
         ]
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        return []
+    def _problems(self) -> list[str]:
+        tuned = [f"{id}, {_name_case(case)}" for id, one in _TUNED.items() for case in self._cases(one)]
+        return ["digits", _WHOLE, _LAYERS, *tuned]
 
+    def _cases(self, other: type[TunedExperiment]) -> list[Case]:
+        """Return the cases with a schedule that the paper has; of starts that share a basis, the printed one."""
+        one = self.beside(other)
+        return one.starts()[-1:] if isinstance(one, MatrixFactorizationExperiment) else one.cases()
 
-def _list_problems(preset: Preset) -> list[str]:
-    tuned = [f"{id}, {_name_case(case)}" for id, one in _TUNED.items() for case in _cases(one, preset)]
-    return ["digits", _WHOLE, _LAYERS, *tuned]
+    def _find_case(self, problem: str) -> tuple[TunedExperiment, Case]:
+        id, _, name = problem.partition(", ")
+        return self.beside(_TUNED[id]), next(case for case in self._cases(_TUNED[id]) if _name_case(case) == name)
 
+    def _measure_blocks(self, problem: str, seed: int) -> Blocks:
+        """Estimate the basis of a trial; return dimension, stable rank and density of each block."""
+        if problem == "digits":
+            basis = digits_trials.estimate(seed)
+        elif problem in (_WHOLE, _LAYERS):
+            settings = self.beside(LinearNetworksExperiment).settings
+            sizes = settings["samples"], settings["gradients"], getattr(torch, settings["precision"])
+            basis = linear_trials.estimate(seed, *sizes, "global" if problem == _WHOLE else "parameter")
+        else:
+            one, case = self._find_case(problem)
+            basis = one.trials(case, [seed]).estimate(seed, egop.Full())
+        return {
+            name: {
+                "dimension": float(len(own.eigenvalues)),
+                "stable rank": own.stable_rank,
+                "density": float(own.density[0]),
+                "ratio": theory.leading_ratio(own),
+            }
+            for name, own in basis.spectrum.items()
+        }
 
-def _cases(one: TunedExperiment, preset: Preset) -> list[Case]:
-    """Return the cases with a schedule that the paper has; of starts that share a basis, the printed one."""
-    if isinstance(one, MatrixFactorizationExperiment):
-        return one.starts(preset)[-1:]
-    return one.cases(preset)
+    def _share_of_steps(self, problem: str, optimizer: str) -> float:
+        original, turned = (self._find_curve(problem, optimizer, kind) for kind in (False, True))
+        return share_of_steps(original, turned, _ROUNDING.get(problem.partition(", ")[0], 0.0))
+
+    def _find_curve(self, problem: str, optimizer: str, turned: bool) -> list[float]:
+        """Return the median curve of an optimizer in original or EGOP coordinates, from its experiment's records."""
+        id = problem.partition(", ")[0]
+        kind = linear_trials.BLOCK if problem == _LAYERS else EGOP
+        kind = kind if turned else ORIGINAL
+        if id in _TUNED:
+            one, case = self._find_case(problem)
+            runs = one.reported_runs(case, Method(optimizer, kind))
+        elif id == "digits":
+            runs = self.beside(DigitsExperiment).reported_runs(optimizer, kind, separate=False)
+        else:
+            runs = self.beside(LinearNetworksExperiment).reported_runs(optimizer, kind)
+        curve = quartiles([run.result[_CURVES.get(id, "loss")] for run in runs])[1]
+        relative = curve[0] if id == "errors-in-variables" else 1.0  # its floor is relative to the start
+        return [value / relative for value in curve]
 
 
 def _name_case(case: Case) -> str:
     return f"ν = {case['nu']:g}" if "nu" in case else str(case.get("objective", "L and R"))
-
-
-def _find_case(problem: str, preset: Preset) -> tuple[TunedExperiment, Case]:
-    id, _, name = problem.partition(", ")
-    one = _TUNED[id]
-    return one, next(case for case in _cases(one, preset) if _name_case(case) == name)
-
-
-def _measure_blocks(problem: str, seed: int, preset: Preset) -> Blocks:
-    """Estimate the basis of a trial; return dimension, stable rank and density of each block."""
-    if problem == "digits":
-        basis = digits_trials.estimate(seed)
-    elif problem in (_WHOLE, _LAYERS):
-        settings = LinearNetworksExperiment().settings(preset)
-        sizes = settings["samples"], settings["gradients"], getattr(torch, settings["precision"])
-        basis = linear_trials.estimate((seed, *sizes, "global" if problem == _WHOLE else "parameter"))
-    else:
-        one, case = _find_case(problem, preset)
-        trials = one.trials(case, [seed])
-        basis = egop.estimate(
-            trials.objective(seed),
-            rho=egop.Gaussian(),
-            partition="parameter",
-            structure=egop.Full(),
-            samples=trials.samples,
-            generator=torch.Generator().manual_seed(seed),
-            progress=False,
-        )
-    return {
-        name: {
-            "dimension": float(len(own.eigenvalues)),
-            "stable rank": own.stable_rank,
-            "density": float(own.density[0]),
-            "ratio": theory.leading_ratio(own),
-        }
-        for name, own in basis.spectrum.items()
-    }
 
 
 def mean_ratio(blocks: Blocks) -> float:
@@ -237,40 +215,12 @@ def mean_ratio(blocks: Blocks) -> float:
     )
 
 
-def _share_of_steps(store: Store, preset: Preset, problem: str, optimizer: str) -> float:
-    original, turned = (_find_curve(store, preset, problem, optimizer, kind) for kind in (False, True))
-    return share_of_steps(original, turned, _ROUNDING.get(problem.partition(", ")[0], 0.0))
-
-
 def share_of_steps(original: Sequence[float], turned: Sequence[float], floor: float) -> float:
     """Return the records to the lowest value of the first curve, by the second, over its own; infinite if never."""
     target = max(min(original), floor)
     theirs, mine = first_below(original, target), first_below(turned, target)
     assert theirs is not None
     return math.inf if mine is None else max(mine, 1) / max(theirs, 1)
-
-
-def _find_curve(store: Store, preset: Preset, problem: str, optimizer: str, turned: bool) -> list[float]:
-    """Return the median curve of an optimizer in original or EGOP coordinates, from the experiment's own records."""
-    id = problem.partition(", ")[0]
-    other, name = open_beside(store, id), _CURVES.get(id, "loss")
-    if id in _TUNED:
-        one, case = _find_case(problem, preset)
-        runs = one.reported_runs(other, preset, case, Method(optimizer, EGOP if turned else ORIGINAL))
-    elif id == "digits":
-        runs = DigitsExperiment().reported_runs(other, preset, optimizer, EGOP if turned else ORIGINAL, separate=False)
-    else:
-        kind = linear_trials.BLOCK if problem == _LAYERS else EGOP
-        runs = LinearNetworksExperiment().reported_runs(other, preset, optimizer, kind if turned else ORIGINAL)
-    curve = quartiles([run.result[name] for run in runs])[1]
-    relative = curve[0] if id == "errors-in-variables" else 1.0  # its floor is relative to the start
-    return [value / relative for value in curve]
-
-
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """Return Spearman's rank correlation, with mean ranks for ties."""
-    ranks = [[sum(other < v for other in own) + sum(other <= v for other in own) for v in own] for own in (x, y)]
-    return float(np.corrcoef(np.array(ranks, dtype=float))[0, 1])
 
 
 def _measure_density(config: Mapping[str, Any]) -> dict[str, float]:

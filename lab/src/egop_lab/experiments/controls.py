@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,24 +14,19 @@ from egop_lab.experiments.curves import median, quartiles_by_rate
 from egop_lab.experiments.digits import DigitsExperiment
 from egop_lab.experiments.fashion_claims import Method as FashionMethod
 from egop_lab.experiments.fashion_mnist import FashionMnistExperiment
-from egop_lab.experiments.linear_networks import LinearNetworksExperiment
-from egop_lab.experiments.linear_networks_claims import best_validation_loss, final_loss
-from egop_lab.experiments.matrix_factorization import MatrixFactorizationExperiment
-from egop_lab.experiments.matrix_factorization_claims import THRESHOLDS
-from egop_lab.experiments.sweep_experiment import SweepExperiment
+from egop_lab.experiments.linear_networks import LinearNetworksExperiment, best_validation_loss, final_loss
+from egop_lab.experiments.matrix_factorization import THRESHOLDS, MatrixFactorizationExperiment
 from egop_lab.experiments.tuned_experiment import Case, Method
-from egop_lab.plots.picture import Picture
 from egop_lab.training import batched
-from egop_lab.training.context import Context, Preset, make_record
+from egop_lab.training.batched import EGOP, ORIGINAL, RANDOM
+from egop_lab.training.context import Context, make_record
 from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem
 from egop_lab.training.factorization import SPECTRAL
 from egop_lab.training.fashion import Runs, train_batched
-from egop_lab.training.instances import RANDOM
 from egop_lab.training.linear import BATCH, BLOCK, LinearProblem
 from egop_lab.training.networks import NetworkTrials
-from egop_lab.training.records import Record, Store
-from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING, Sweep, run_sweep
-from egop_lab.training.tuning import best_rate, doublings, is_tuning
+from egop_lab.training.records import Record
+from egop_lab.training.tuning import TUNING, best_rate, is_tuning
 
 VECTOR_ADAM = "VectorAdam"
 DIGITS, LINEAR, FASHION = "digits", "linear-networks", "fashion-mnist"
@@ -40,7 +34,6 @@ DIGITS, LINEAR, FASHION = "digits", "linear-networks", "fashion-mnist"
 _HALF = 0.5  # of EGOP's gain: from here on the gain is not EGOP's own
 _FLOOR = 1e-30  # float64 losses below this are rounding
 _ADAPTIVE = ("Adam", "Adagrad")
-_EXPERIMENTS: dict[str, SweepExperiment] = {DIGITS: DigitsExperiment(), LINEAR: LinearNetworksExperiment()}
 
 Losses = Mapping[str, Mapping[float, float]]  # median final losses by coordinates and learning rate
 
@@ -53,54 +46,46 @@ class ControlsExperiment(Experiment):
     """
 
     id: ClassVar[str] = "controls"
-    title: ClassVar[str] = "Controls: random rotations and VectorAdam"
-    figures: ClassVar[str] = "nothing like it; controls of ours. Rules were written down before the runs"
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        full = preset == "full"
-        return {
-            "random rotations": "one for each weight; of linear networks beside a basis for each layer",
-            "trials": {DIGITS: 5 if full else 3, LINEAR: 2 if full else 1, FASHION: 2 if full else 1},
-            "VectorAdam trials": 5 if full else 1,
-            "Fashion-MNIST": "random directions as auxiliary variables, losses after the epochs of a tuning run",
-            "rank": 200 if full else 50,
-            "VectorAdam": "a vector is a row of a weight; learning rates chosen as for the other methods",
-            "VectorAdam rates": doublings(1e-2, 1) if full else [0.04, 0.1, 0.4, 1.0],
-            "gain": "decades of the median final loss below original coordinates, mean over learning rates",
-        }
-
-    def run(self, store: Store, context: Context) -> None:
-        settings = _EXPERIMENTS[DIGITS].settings(context.preset)
+    def run(self, context: Context) -> None:
+        digits = self.beside(DigitsExperiment).settings
         sweep_digits(
-            partial(self.config, problem=DIGITS),
-            store,
+            self,
             context,
-            {name: settings["rates"][name] for name in _ADAPTIVE},
-            range(self.settings(context.preset)["trials"][DIGITS]),
-            settings["epochs"],
+            {name: digits["rates"][name] for name in _ADAPTIVE},
+            range(self.settings["trials"][DIGITS]),
+            digits["epochs"],
             RANDOM,
             draw_rotations,
+            {"problem": DIGITS},
         )
-        VectorFactorization().run(store, context)
-        self._run_linear(store, context)
-        self._run_fashion(store, context)
+        self._vectors.run(context)
+        self._run_linear(context)
+        self._run_fashion(context)
 
-    def _run_linear(self, store: Store, context: Context) -> None:
-        settings, own = _EXPERIMENTS[LINEAR].settings(context.preset), self.settings(context.preset)
+    @property
+    def _vectors(self) -> VectorFactorization:
+        return VectorFactorization(self.preset, self.store)
+
+    def _run_linear(self, context: Context) -> None:
+        settings, own = self.beside(LinearNetworksExperiment).settings, self.settings
         epochs, samples = settings["epochs"], settings["samples"]
 
         def go(rates: Mapping[str, Sequence[float]], seeds: Sequence[int], coordinates: str) -> None:
             steps = samples // 2 // BATCH
-            sweep = Sweep(rates, seeds, [coordinates], epochs * steps, steps, 5, {"problem": LINEAR})
-            run_sweep(
-                self.config,
-                sweep,
-                store,
+            self.sweep(
                 context,
-                problem=lambda seeds: LinearProblem(
+                lambda seeds: LinearProblem(
                     seeds, samples, settings["gradients"], getattr(torch, settings["precision"]), context.device
                 ),
-                basis=lambda problem, kind: draw_rotations(problem) if kind == RANDOM else None,
+                lambda problem, kind: draw_rotations(problem) if kind == RANDOM else None,
+                rates=rates,
+                seeds=seeds,
+                coordinates=[coordinates],
+                steps=epochs * steps,
+                record_every=steps,
+                at_once=5,
+                extra={"problem": LINEAR},
                 schedule=batched.cosine(epochs),
                 compact=lambda config, result: {
                     "final": result["loss"][-1],
@@ -113,69 +98,65 @@ class ControlsExperiment(Experiment):
             go({VECTOR_ADAM: own["VectorAdam rates"]}, seeds, ORIGINAL)
         go({name: settings["rates"][name] for name in _ADAPTIVE}, range(own["trials"][LINEAR]), RANDOM)
 
-    def _run_fashion(self, store: Store, context: Context) -> None:
-        for config in store.missing(self._fashion_configs(store, context.preset)):
-            runs = RandomRuns(FashionMnistExperiment().settings(context.preset)["images"], context)
+    def _run_fashion(self, context: Context) -> None:
+        for config in self.store.missing(self._fashion_configs()):
+            runs = RandomRuns(self.beside(FashionMnistExperiment).settings["images"], context)
             (curves,), seconds = train_batched(runs, [config])
-            store.add(make_record(config, {"loss": curves["loss"]}, seconds, context.device))
+            self.store.add(make_record(config, {"loss": curves["loss"]}, seconds, context.device))
 
-    def _fashion_configs(self, store: Store, preset: Preset) -> list[dict[str, Any]]:
-        fashion, settings = FashionMnistExperiment(), self.settings(preset)
-        lr, decay = fashion.choose_rates(open_beside(store, FASHION), preset, FashionMethod(0), _search(preset))
-        epochs = fashion.settings(preset)["tuning epochs"]
+    def _fashion_configs(self) -> list[dict[str, Any]]:
+        fashion, settings = self.beside(FashionMnistExperiment), self.settings
+        lr, decay = fashion.choose_rates(FashionMethod(0), fashion.papers_search)
+        epochs = fashion.settings["tuning epochs"]
         entries = {"rank": settings["rank"], "lr": lr, "weight_decay": decay, "epochs": epochs}
         trials = range(settings["trials"][FASHION])
-        return [self.config(preset, problem=FASHION, coordinates=RANDOM, **entries, seed=seed) for seed in trials]
+        return [self.config(problem=FASHION, coordinates=RANDOM, **entries, seed=seed) for seed in trials]
 
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+    def judge(self) -> list[Judgement]:
         rotations = [
-            judge_rotation(problem, optimizer, losses)
-            for (problem, optimizer), losses in self._rotations(store, preset).items()
+            judge_rotation(problem, optimizer, losses) for (problem, optimizer), losses in self._rotations().items()
         ]
-        return [*rotations, *self._judge_vectors(store, preset)]
+        return [*rotations, *self._judge_vectors()]
 
-    def _rotations(self, store: Store, preset: Preset) -> dict[tuple[str, str], Losses]:
+    def _rotations(self) -> dict[tuple[str, str], Losses]:
         """Return the losses of each control, on the same trials in all coordinates."""
         found: dict[tuple[str, str], Losses] = {}
-        for problem, one in _EXPERIMENTS.items():
-            other, turned = open_beside(store, problem), EGOP if problem == DIGITS else BLOCK
+        for problem, one, turned in (
+            (DIGITS, self.beside(DigitsExperiment), EGOP),
+            (LINEAR, self.beside(LinearNetworksExperiment), BLOCK),
+        ):
             for optimizer in _ADAPTIVE:
-                runs = {RANDOM: self.records(store, preset, problem=problem, optimizer=optimizer, coordinates=RANDOM)}
+                runs = {RANDOM: self.records(problem=problem, optimizer=optimizer, coordinates=RANDOM)}
                 seeds = {run.config["seed"] for run in runs[RANDOM]}
                 for kind, name in ((ORIGINAL, ORIGINAL), (EGOP, turned)):
-                    own = one.fresh_runs(other, preset, optimizer, name)
+                    own = one.fresh_runs(optimizer, name)
                     runs[kind] = [run for run in own if run.config["seed"] in seeds]
                 if seeds:
                     found[problem, optimizer] = {kind: _by_rate(own) for kind, own in runs.items()}
-        if any(self.records(store, preset, problem=FASHION)):
-            found[FASHION, "AdamW"] = self._fashion_losses(store, preset)
+        if any(self.records(problem=FASHION)):
+            found[FASHION, "AdamW"] = self._fashion_losses()
         return found
 
-    def _fashion_losses(self, store: Store, preset: Preset) -> Losses:
+    def _fashion_losses(self) -> Losses:
         """Return the losses after the epochs of the control, which a constant rate makes comparable, at one "rate"."""
-        fashion, other = FashionMnistExperiment(), open_beside(store, FASHION)
-        configs = self._fashion_configs(store, preset)
-        if store.missing(configs):
+        fashion, configs = self.beside(FashionMnistExperiment), self._fashion_configs()
+        if self.store.missing(configs):
             raise LookupError("Fashion-MNIST has runs left")
         epochs, seeds = configs[0]["epochs"], {config["seed"] for config in configs}
-        runs = {RANDOM: self.records(store, preset, problem=FASHION)}
+        runs = {RANDOM: self.records(problem=FASHION)}
         for kind, rank in ((ORIGINAL, 0), (EGOP, configs[0]["rank"])):
-            lr, decay = fashion.choose_rates(other, preset, FashionMethod(rank), _search(preset))
-            own = fashion.records(other, preset, kind="run", rank=rank, lr=lr, weight_decay=decay)
+            lr, decay = fashion.choose_rates(FashionMethod(rank), fashion.papers_search)
+            own = fashion.records(kind="run", rank=rank, lr=lr, weight_decay=decay)
             runs[kind] = [run for run in own if run.config["seed"] in seeds and "reduced" not in run.config]
         return {kind: {0.0: median([run.result["loss"][epochs] for run in own])} for kind, own in runs.items()}
 
-    def _judge_vectors(self, store: Store, preset: Preset) -> list[Judgement]:
-        linear = self._linear_finals(store, preset)
-        vectors, papers = VectorFactorization(), MatrixFactorizationExperiment()
-        other, by_start = open_beside(store, papers.id), []
-        for case in vectors.starts(preset):
+    def _judge_vectors(self) -> list[Judgement]:
+        linear, by_start = self._linear_finals(), []
+        papers = self.beside(MatrixFactorizationExperiment)
+        for case in papers.starts():
             mine, theirs = (
-                [one.steps_to(source, preset, method, threshold, case) for threshold in THRESHOLDS]
-                for one, source, method in (
-                    (papers, other, Method("Adam", EGOP)),
-                    (vectors, store, Method(VECTOR_ADAM)),
-                )
+                [one.steps_to(method, threshold, case) for threshold in THRESHOLDS]
+                for one, method in ((papers, Method("Adam", EGOP)), (self._vectors, Method(VECTOR_ADAM)))
             )
             shown = "; ".join(
                 f"to {threshold:g}: EGOP Adam {a:.0f}, VectorAdam {b:.0f}"
@@ -203,9 +184,9 @@ class ControlsExperiment(Experiment):
             ),
         ]
 
-    def _linear_finals(self, store: Store, preset: Preset) -> dict[str, float]:
+    def _linear_finals(self) -> dict[str, float]:
         """Return the median final losses on linear networks at the rates chosen on tuning trials."""
-        runs = self.records(store, preset, problem=LINEAR, optimizer=VECTOR_ADAM)
+        runs = self.records(problem=LINEAR, optimizer=VECTOR_ADAM)
         seeds = {run.config["seed"] for run in runs}
         rate = best_rate(filter(is_tuning, runs), best_validation_loss)
         finals = {
@@ -213,27 +194,26 @@ class ControlsExperiment(Experiment):
                 [final_loss(run.result) for run in runs if not is_tuning(run) and run.config["lr"] == rate]
             )
         }
-        linear, other = _EXPERIMENTS[LINEAR], open_beside(store, LINEAR)
         for optimizer in _ADAPTIVE:
             for kind, words in ((ORIGINAL, optimizer), (EGOP, f"EGOP {optimizer}")):
-                own = linear.reported_runs(other, preset, optimizer, kind)
+                own = self.beside(LinearNetworksExperiment).reported_runs(optimizer, kind)
                 finals[words] = median([final_loss(run.result) for run in own if run.config["seed"] in seeds])
         return finals
 
-    def tables(self, store: Store, preset: Preset) -> list[Table]:
+    def tables(self) -> list[Table]:
         rows = []
-        for (problem, optimizer), losses in self._rotations(store, preset).items():
+        for (problem, optimizer), losses in self._rotations().items():
             ends = [f"{min(losses[kind].values()):.3g}" for kind in (ORIGINAL, RANDOM, EGOP)]
             gains = {kind: compute_gain(losses, kind) for kind in (RANDOM, EGOP)}
             share = gains[RANDOM] / gains[EGOP] if gains[EGOP] > 0 else math.nan
-            trials = str(self.settings(preset)["trials"][problem])
+            trials = str(self.settings["trials"][problem])
             rows.append(
                 (problem, optimizer, trials, *ends, *(f"{gain:.2f}" for gain in gains.values()), f"{share:.0%}")
             )
         header = ("problem", "optimizer", "trials", "original", "random rotation", "EGOP")
         gain = ("gain of the random rotation", "gain of EGOP", "share")
         title = "Final training losses, each at its own best rate; gains in decades at equal rates, mean over rates"
-        finals = self._linear_finals(store, preset)
+        finals = self._linear_finals()
         linear = Table(
             "Linear networks: final training losses, each method at its own learning rate",
             tuple(finals),
@@ -241,51 +221,54 @@ class ControlsExperiment(Experiment):
         )
         return [Table(title, (*header, *gain), tuple(rows)), linear]
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        return []
-
 
 class VectorFactorization(MatrixFactorizationExperiment):
     """VectorAdam on matrix factorisation, tuned as the other methods are; its records are those of the controls."""
 
     id: ClassVar[str] = ControlsExperiment.id
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        settings = super().settings(preset)
-        return settings | {"exponents": settings["exponents"] | {VECTOR_ADAM: [-5, 2] if preset == "full" else [-3, 0]}}
+    @property
+    def settings(self) -> dict[str, Any]:
+        settings = MatrixFactorizationExperiment(self.preset).settings
+        return settings | {
+            "exponents": settings["exponents"] | {VECTOR_ADAM: [-5, 2] if self.preset == "full" else [-3, 0]}
+        }
 
-    def pairs(self, preset: Preset) -> list[tuple[Case, Method]]:
-        return [(case, Method(VECTOR_ADAM)) for case in self.starts(preset)]
+    def pairs(self) -> list[tuple[Case, Method]]:
+        return [(case, Method(VECTOR_ADAM)) for case in self.starts()]
 
 
 class RandomRuns(Runs):
     """Fashion-MNIST with random directions in place of EGOP's."""
 
     def basis(self, rank: int, seed: int, reduced: bool = False) -> tuple[egop.Basis, float]:
-        """Draw the directions of a trial."""
         weights = {name: value for name, value in self.start(seed).named_parameters() if value.dim() > 1}
         like = {name: egop.Auxiliary(rank=rank) for name, weight in weights.items() if rank < weight.numel()}
         return draw_rotation(weights, seed, like), 0.0
 
 
 def sweep_digits(
-    make_config: Callable[..., dict[str, Any]],
-    store: Store,
+    experiment: Experiment,
     context: Context,
     rates: Mapping[str, Sequence[float]],
     seeds: Sequence[int],
     epochs: int,
     kind: str,
     basis: Callable[[DigitsProblem], batched.Basis],
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Train the digits network in one kind of coordinates; record final losses."""
-    run_sweep(
-        make_config,
-        Sweep(rates, seeds, [kind], epochs * STEPS_PER_EPOCH, STEPS_PER_EPOCH, at_once=5, extra={}),
-        store,
+    experiment.sweep(
         context,
-        problem=lambda seeds: DigitsProblem(seeds, context.device),
-        basis=lambda problem, _: basis(problem),
+        lambda seeds: DigitsProblem(seeds, context.device),
+        lambda problem, _: basis(problem),
+        rates=rates,
+        seeds=seeds,
+        coordinates=[kind],
+        steps=epochs * STEPS_PER_EPOCH,
+        record_every=STEPS_PER_EPOCH,
+        at_once=5,
+        extra=extra,
         compact=lambda config, result: {"final": result["loss"][-1]},
     )
 
@@ -310,17 +293,6 @@ def draw_rotation(
         name: egop.extras.RandomRotation(seed=seed, like=(like or {}).get(name, egop.Full())) for name in weights
     }
     return egop.estimate(objective, rho=egop.Gaussian(), partition="parameter", structure=structure, progress=False)
-
-
-def _search(preset: Preset) -> str:
-    """Return the search for rates and weight decays that the paper made."""
-    (*_, search) = FashionMnistExperiment().settings(preset)["searches"]
-    return search
-
-
-def open_beside(store: Store, id: str) -> Store:
-    """Open the records of another experiment, in the same folder."""
-    return Store(store.path.with_name(f"{id}{store.path.suffix}"))
 
 
 def _by_rate(runs: Sequence[Record]) -> dict[float, float]:

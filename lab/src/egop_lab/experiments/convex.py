@@ -15,10 +15,9 @@ from egop_lab.experiments.curves import check_same_in_both, first_below, median
 from egop_lab.experiments.tuned_experiment import Case, Method, TunedExperiment
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training import batched
-from egop_lab.training.context import Preset
-from egop_lab.training.instances import RANDOM, Trials
-from egop_lab.training.records import Record, Store
-from egop_lab.training.sweeps import EGOP, ORIGINAL
+from egop_lab.training.batched import EGOP, ORIGINAL, RANDOM
+from egop_lab.training.instances import Trials
+from egop_lab.training.records import Record
 
 LOG_SUM_EXP, LOGISTIC, LEAST_SQUARES = "log-sum-exp", "logistic", "least squares"
 
@@ -95,52 +94,13 @@ class ConvexExperiment(TunedExperiment):
     """Adagrad and Adam in both coordinates, each tuned separately, and gradient descent, which has none."""
 
     id: ClassVar[str] = "convex"
-    title: ClassVar[str] = "Convex objectives"
-    figures: ClassVar[str] = "Supplementary figure on convex objectives (gradient norm by iteration)"
-    labels: ClassVar[tuple[str, ...]] = (
-        "fig:sup-cvx-objectives",
-        "fig:log-sum-exp-sup",
-        "fig:log-reg-sup",
-        "fig:linear-least-squares-sup",
-    )
-    paper: ClassVar[Mapping[str, str]] = {
-        "trials": "5",
-        "tuning trials": "none: rates are chosen on the reported trials, in each coordinates (caption) or in original "
-        "ones (appendix)",
-        "steps": "1000",
-        "stop at gradient norm": "1e-08",
-        "precision": "not named",
-    }
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        full = preset == "full"
-        return {
-            "trials": 5 if full else 3,
-            "tuning trials": 5 if full else 3,
-            "steps": 1000,
-            "record every": 10,
-            "record tuning every": 50,
-            "stop at gradient norm": STOP,
-            "precision": "float64",
-            "objectives": [
-                {"objective": LOG_SUM_EXP, "n": 100, "d": 100, "decay": 2.0, "samples": 500},
-                {"objective": LOGISTIC, "n": 100, "d": 3, "decay": 3.0, "samples": 15},
-                {"objective": LEAST_SQUARES, "n": 100, "d": 100, "decay": 2.0, "samples": 500},
-            ],
-            "exponents": {
-                "Adam": [-4, 4] if full else [-2, 3],
-                "Adagrad": [-4, 4] if full else [-2, 3],
-                "SGD": [-3, 4] if full else [-1, 3],
-                "SGD+momentum": [-3, 4] if full else [-1, 3],
-            },
-        }
+    def cases(self) -> list[Case]:
+        return list(self.settings["objectives"])
 
-    def cases(self, preset: Preset) -> list[Case]:
-        return list(self.settings(preset)["objectives"])
-
-    def methods(self, preset: Preset) -> list[Method]:
-        more = [Method("Adam", RANDOM), Method("Adagrad", RANDOM)] if preset == "full" else []
-        names = self.settings(preset)["exponents"]
+    def methods(self) -> list[Method]:
+        more = [Method("Adam", RANDOM), Method("Adagrad", RANDOM)] if self.preset == "full" else []
+        names = self.settings["exponents"]
         return [Method(name, kind) for name in names for kind in (ORIGINAL, EGOP)] + more
 
     def trials(self, case: Case, seeds: Sequence[int]) -> ConvexTrials:
@@ -154,29 +114,29 @@ class ConvexExperiment(TunedExperiment):
     def tuning_method(self, method: Method) -> Method:
         return Method(method.optimizer) if method.optimizer.startswith("SGD") else method
 
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+    def judge(self) -> list[Judgement]:
         judged = []
-        for case in self.cases(preset):
-            judged.append(self._judge_better(store, preset, case, "Adagrad"))
+        for case in self.cases():
+            judged.append(self._judge_better(case, "Adagrad"))
             same = case["objective"] == LOGISTIC
-            judged.append((self._judge_unchanged if same else self._judge_better)(store, preset, case, "Adam"))
+            judged.append((self._judge_unchanged if same else self._judge_better)(case, "Adam"))
             if same:
-                judged.append(self._judge_competitive(store, preset, case))
+                judged.append(self._judge_competitive(case))
             for name in ("SGD", "SGD+momentum"):
-                one, other = (self._stopped_runs(store, preset, case, Method(name, kind)) for kind in (ORIGINAL, EGOP))
+                one, other = (self._stopped_runs(case, Method(name, kind)) for kind in (ORIGINAL, EGOP))
                 who = f"{name} on {case['objective']}"
                 judged.append(check_same_in_both(_id(case, f"{name}-same"), who, one, other, "gradient norm", 0.05))
         return judged
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        cases, methods = self.cases(preset), self.methods(preset)
+    def pictures(self) -> list[Picture]:
+        cases, methods = self.cases(), self.methods()
         tuned = [method for method in methods if self.tuning_method(method) == method]
         norms = [
             Panel(
                 case["objective"],
                 "step",
                 "gradient norm",
-                [self._norms(store, preset, case, method) for method in methods],
+                [self._norms(case, method) for method in methods],
                 horizontal={"stop": STOP},
             )
             for case in cases
@@ -186,7 +146,7 @@ class ConvexExperiment(TunedExperiment):
                 f"{case['objective']}, final loss",
                 "learning rate",
                 "loss above minimum, tuning trials",
-                [self._final_losses(store, preset, case, method) for method in tuned],
+                [self._final_losses(case, method) for method in tuned],
                 xscale="log",
             )
             for case in cases
@@ -200,35 +160,35 @@ class ConvexExperiment(TunedExperiment):
             )
         ]
 
-    def measure(self, store: Store, preset: Preset, case: Case, method: Method) -> tuple[float, float]:
+    def measure(self, case: Case, method: Method) -> tuple[float, float]:
         """Return the median final gradient norm and the median number of steps under the stopping rule."""
-        every, steps = (self.settings(preset)[name] for name in ("record every", "steps"))
+        every, steps = (self.settings[name] for name in ("record every", "steps"))
         norms, ends = [], []
-        for run in self.reported_runs(store, preset, case, method):
+        for run in self.reported_runs(case, method):
             curve = apply_stopping_rule(run.result["gradient norm"])
             end = first_below(curve, STOP)
             norms.append(curve[-1])
             ends.append(float(steps if end is None else end * every))
         return median(norms), median(ends)
 
-    def _judge_better(self, store: Store, preset: Preset, case: Case, optimizer: str) -> Judgement:
-        original, turned = (self.measure(store, preset, case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
+    def _judge_better(self, case: Case, optimizer: str) -> Judgement:
+        original, turned = (self.measure(case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
         words = f"EGOP {optimizer} converges better than {optimizer} on {case['objective']}."
-        edges = "".join(self.at_edge(store, preset, case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
+        edges = "".join(self.at_edge(case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
         finding = f"EGOP: {_format_result(turned)}; original: {_format_result(original)}{edges}."
         margin = count_decades(
             *(measure[0] if turned[0] < original[0] else measure[1] for measure in (turned, original))
         )
         return Judgement(_id(case, f"{optimizer}-better"), words, to_verdict(turned < original), finding, margin=margin)
 
-    def _judge_unchanged(self, store: Store, preset: Preset, case: Case, optimizer: str) -> Judgement:
-        original, turned = (self.measure(store, preset, case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
+    def _judge_unchanged(self, case: Case, optimizer: str) -> Judgement:
+        original, turned = (self.measure(case, Method(optimizer, kind)) for kind in (ORIGINAL, EGOP))
         words = f"EGOP does not change {optimizer} on {case['objective']}."
 
         def within(factor: float) -> bool:
             return all(a <= factor * b and b <= factor * a for a, b in zip(original, turned, strict=True))
 
-        rates = [self.choose_rate(store, preset, case, Method(optimizer, kind)) for kind in (EGOP, ORIGINAL)]
+        rates = [self.choose_rate(case, Method(optimizer, kind)) for kind in (EGOP, ORIGINAL)]
         finding = (
             f"EGOP: {_format_result(turned)}, learning rate {rates[0]:g}; original: {_format_result(original)}, "
             f"learning rate {rates[1]:g}."
@@ -244,9 +204,9 @@ class ConvexExperiment(TunedExperiment):
             alternatives=() if within(_SEEN) else (loosely,),
         )
 
-    def _judge_competitive(self, store: Store, preset: Preset, case: Case) -> Judgement:
-        turned = self.measure(store, preset, case, Method("Adagrad", EGOP))
-        rivals = {name: self.measure(store, preset, case, Method(name)) for name in ("Adam", "SGD+momentum")}
+    def _judge_competitive(self, case: Case) -> Judgement:
+        turned = self.measure(case, Method("Adagrad", EGOP))
+        rivals = {name: self.measure(case, Method(name)) for name in ("Adam", "SGD+momentum")}
         best = min(rivals, key=lambda name: rivals[name])
         words = f"On {case['objective']}, EGOP makes Adagrad competitive with the methods that have momentum."
         close = all(mine <= _EQUAL * rival for mine, rival in zip(turned, rivals[best], strict=True))
@@ -254,15 +214,15 @@ class ConvexExperiment(TunedExperiment):
         threshold = f"competitive: within a factor of {_EQUAL:g}"
         return Judgement(_id(case, "Adagrad-competitive"), words, to_verdict(close), finding, threshold=threshold)
 
-    def _stopped_runs(self, store: Store, preset: Preset, case: Case, method: Method) -> list[Record]:
+    def _stopped_runs(self, case: Case, method: Method) -> list[Record]:
         """Return the reported runs under the stopping rule: what comes later is rounding."""
-        runs = self.reported_runs(store, preset, case, method)
+        runs = self.reported_runs(case, method)
         return [
             replace(run, result={"gradient norm": apply_stopping_rule(run.result["gradient norm"])}) for run in runs
         ]
 
-    def _norms(self, store: Store, preset: Preset, case: Case, method: Method) -> Series:
-        curve = self.curve(store, preset, case, method, "gradient norm")
+    def _norms(self, case: Case, method: Method) -> Series:
+        curve = self.curve(case, method, "gradient norm")
         assert curve.low is not None
         assert curve.high is not None
         return replace(
@@ -272,8 +232,8 @@ class ConvexExperiment(TunedExperiment):
             high=apply_stopping_rule(curve.high),
         )
 
-    def _final_losses(self, store: Store, preset: Preset, case: Case, method: Method) -> Series:
-        shown = self.sweep(store, preset, case, method, lambda result: max(result["loss"][-1], 1e-32))
+    def _final_losses(self, case: Case, method: Method) -> Series:
+        shown = self.curve_by_rate(case, method, lambda result: max(result["loss"][-1], 1e-32))
         return replace(shown, label=str(method))
 
 

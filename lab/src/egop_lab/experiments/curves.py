@@ -9,8 +9,8 @@ import numpy as np
 
 from egop_lab.experiments.base import Judgement
 from egop_lab.plots.picture import Panel, Series
+from egop_lab.training.batched import ORIGINAL
 from egop_lab.training.records import Record
-from egop_lab.training.sweeps import ORIGINAL
 
 
 def quartiles(curves: Sequence[Sequence[float]]) -> tuple[list[float], list[float], list[float]]:
@@ -93,3 +93,14 @@ def check_same_in_both(
         raise AssertionError(f"{id}: {who} differs between coordinates by {worst:.2g}: the implementation is wrong.")
     finding = f"Largest median relative difference of a trial: {worst:.2g}."
     return Judgement(id, f"Check: {who} is the same in both coordinates.", "holds", finding, "check")
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    """Return Spearman's rank correlation, with mean ranks for ties; nan if one of the two is constant."""
+    first, second = _rank(x), _rank(y)
+    return math.nan if 1 in (len(set(first)), len(set(second))) else statistics.correlation(first, second)
+
+
+def _rank(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]

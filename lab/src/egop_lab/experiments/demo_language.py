@@ -125,7 +125,6 @@ class _Side:
         self.steps.append(self.steps[-1] + steps)
 
     def to_run(self) -> LanguageRun:
-        """Return the finished run."""
         return LanguageRun(self.name, self.lr, tuple(self.loss), tuple(self.seconds), tuple(self.steps))
 
 

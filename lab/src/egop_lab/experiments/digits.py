@@ -7,15 +7,22 @@ from functools import partial
 from typing import Any, ClassVar
 
 from egop_lab.experiments.base import Judgement, compare, count_decades, to_verdict
-from egop_lab.experiments.curves import check_same_in_both, curve_series, first_below, median, quartiles, rate_series
-from egop_lab.experiments.sweep_experiment import SweepExperiment, judge_by_both_rules
+from egop_lab.experiments.curves import (
+    check_same_in_both,
+    curve_series,
+    first_below,
+    median,
+    quartiles,
+    quartiles_by_rate,
+    rate_series,
+)
+from egop_lab.experiments.sweep_experiment import SweepExperiment, judge_by_both_rules, judge_mostly
 from egop_lab.plots.picture import Panel, Picture
 from egop_lab.training import batched
-from egop_lab.training.context import Context, Preset
+from egop_lab.training.batched import EGOP, ORIGINAL
+from egop_lab.training.context import Context
 from egop_lab.training.digits import STEPS_PER_EPOCH, DigitsProblem
-from egop_lab.training.records import Store
-from egop_lab.training.sweeps import EGOP, ORIGINAL, TUNING, Sweep, run_sweep
-from egop_lab.training.tuning import doublings
+from egop_lab.training.tuning import TUNING
 
 # Epochs between two recorded losses.
 _STRIDE = {"quick": 1, "full": 5}
@@ -25,90 +32,50 @@ class DigitsExperiment(SweepExperiment):
     """EGOP Adam and Adagrad against their originals, SGD and SGD with momentum."""
 
     id: ClassVar[str] = "digits"
-    title: ClassVar[str] = "A ReLU network on the UCI digits"
     version: ClassVar[int] = 2
-    figures: ClassVar[str] = "Figure 1 (right); supplementary: loss and accuracy by learning rate"
-    labels: ClassVar[tuple[str, ...]] = (
-        "fig:opener-cartoon",
-        "fig:tinyMNIST-sup",
-        "fig:tinyMNIST-loss-sup",
-        "fig:tinyMNIST-testacc-sup",
-    )
-    paper: ClassVar[Mapping[str, str]] = {
-        "trials": "50",
-        "tuning trials": "none: rates are chosen on the reported trials",
-        "epochs": "200",
-    }
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        full = preset == "full"
-        rates = {
-            "Adam": doublings(1e-3, 1) if full else [0.01, 0.02, 0.04, 0.08],
-            "Adagrad": doublings(1e-2, 1) if full else [0.04, 0.08, 0.1, 0.2],
-            "SGD": doublings(1e-2, 10) if full else [0.1, 0.4, 1.0],
-            "SGD+momentum": doublings(1e-3, 1) if full else [0.01, 0.04, 0.1],
-        }
-        trials = 50 if full else 3
-        return {"trials": trials, "tuning trials": 20 if full else 3, "epochs": 200 if full else 30, "rates": rates}
-
-    def run(self, store: Store, context: Context) -> None:
-        settings = self.settings(context.preset)
-        on_gpu = context.device.type == "cuda"
-        at_once = 50 if on_gpu else 5
-        common = {
-            "rates": settings["rates"],
-            "steps": settings["epochs"] * STEPS_PER_EPOCH,
-            "record_every": STEPS_PER_EPOCH,
-            "at_once": at_once,
-            "extra": {},
-        }
-        tuning = Sweep(seeds=range(TUNING, TUNING + settings["tuning trials"]), coordinates=[ORIGINAL], **common)
-        reported = Sweep(seeds=range(settings["trials"]), coordinates=[ORIGINAL, EGOP], **common)
-        for sweep in (tuning, reported):
-            run_sweep(
-                self.config,
-                sweep,
-                store,
+    def run(self, context: Context) -> None:
+        settings = self.settings
+        tuning = range(TUNING, TUNING + settings["tuning trials"])
+        for seeds, coordinates in ((tuning, [ORIGINAL]), (range(settings["trials"]), [ORIGINAL, EGOP])):
+            self.sweep(
                 context,
-                problem=lambda seeds: DigitsProblem(seeds, context.device, context.workers if on_gpu else 1),
-                basis=lambda problem, kind: batched.Basis.stack(problem.bases()) if kind == EGOP else None,
+                lambda seeds: DigitsProblem(seeds, context.device),
+                lambda problem, kind: batched.Basis.stack(problem.bases()) if kind == EGOP else None,
+                rates=settings["rates"],
+                seeds=seeds,
+                coordinates=coordinates,
+                steps=settings["epochs"] * STEPS_PER_EPOCH,
+                record_every=STEPS_PER_EPOCH,
+                at_once=50 if context.device.type == "cuda" else 5,
                 compact=_compact,
             )
 
     def score(self, result: Mapping[str, Any]) -> float:
-        """Return the best validation accuracy, negated."""
         return -float(result["best validation accuracy"])
 
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+    def judge(self) -> list[Judgement]:
         judged = []
         for optimizer in ("Adam", "Adagrad"):
-            judged.append(judge_by_both_rules(partial(self._judge_lower, store, preset, optimizer)))
-            judged.append(judge_by_both_rules(partial(self._judge_below_sgd, store, preset, optimizer)))
-            judged.append(judge_by_both_rules(partial(self._judge_faster, store, preset, optimizer, [optimizer])))
-            judged.append(
-                judge_by_both_rules(partial(self._judge_faster, store, preset, optimizer, ["SGD", "SGD+momentum"]))
-            )
-            judged.append(self._judge_robust(store, preset, optimizer))
-            judged.append(judge_by_both_rules(partial(self._judge_accuracy, store, preset, optimizer)))
+            judged.append(judge_by_both_rules(partial(self._judge_lower, optimizer)))
+            judged.append(judge_by_both_rules(partial(self._judge_below_sgd, optimizer)))
+            judged.append(judge_by_both_rules(partial(self._judge_faster, optimizer, [optimizer])))
+            judged.append(judge_by_both_rules(partial(self._judge_faster, optimizer, ["SGD", "SGD+momentum"])))
+            judged.append(self._judge_robust(optimizer))
+            judged.append(judge_by_both_rules(partial(self._judge_accuracy, optimizer)))
         for optimizer in ("SGD", "SGD+momentum"):
-            original_runs, turned_runs = (
-                self.reported_runs(store, preset, optimizer, kind) for kind in (ORIGINAL, EGOP)
-            )
-            judged.append(
-                check_same_in_both(f"digits/{optimizer}-same", optimizer, original_runs, turned_runs, "loss", 0.05)
-            )
+            one, other = (self.reported_runs(optimizer, kind) for kind in (ORIGINAL, EGOP))
+            judged.append(check_same_in_both(f"digits/{optimizer}-same", optimizer, one, other, "loss", 0.05))
         return judged
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        methods = [(name, kind) for name in self.settings(preset)["rates"] for kind in (ORIGINAL, EGOP)]
-        epochs = range(0, self.settings(preset)["epochs"] + 1, _STRIDE[preset])
-        losses = [
-            curve_series(self.reported_runs(store, preset, *method), "loss", *method, epochs) for method in methods
-        ]
+    def pictures(self) -> list[Picture]:
+        methods = [(name, kind) for name in self.settings["rates"] for kind in (ORIGINAL, EGOP)]
+        epochs = range(0, self.settings["epochs"] + 1, _STRIDE[self.preset])
+        losses = [curve_series(self.reported_runs(*method), "loss", *method, epochs) for method in methods]
         sweeps, accuracies = [], []
         for optimizer, kind in methods:
-            runs = self.fresh_runs(store, preset, optimizer, kind)
-            chosen = self.choose_rate(store, preset, optimizer)
+            runs = self.fresh_runs(optimizer, kind)
+            chosen = self.choose_rate(optimizer)
             sweeps.append(rate_series(runs, lambda result: result["loss"][-1], optimizer, kind, chosen))
             accuracies.append(rate_series(runs, lambda result: result["test accuracy"], optimizer, kind, chosen))
         return [
@@ -124,30 +91,28 @@ class DigitsExperiment(SweepExperiment):
             )
         ]
 
-    def _final(self, store: Store, preset: Preset, optimizer: str, coordinates: str, separate: bool) -> float:
-        runs = self.reported_runs(store, preset, optimizer, coordinates, separate=separate)
+    def _final(self, optimizer: str, coordinates: str, separate: bool) -> float:
+        runs = self.reported_runs(optimizer, coordinates, separate=separate)
         return median([run.result["loss"][-1] for run in runs])
 
-    def _judge_lower(self, store: Store, preset: Preset, optimizer: str, separate: bool) -> Judgement:
-        original, turned = (self._final(store, preset, optimizer, kind, separate) for kind in (ORIGINAL, EGOP))
+    def _judge_lower(self, optimizer: str, separate: bool) -> Judgement:
+        original, turned = (self._final(optimizer, kind, separate) for kind in (ORIGINAL, EGOP))
         words = f"EGOP {optimizer} ends at a lower training loss than {optimizer}."
         return compare(f"digits/{optimizer}-lower", words, ("EGOP", turned), (optimizer, original))
 
-    def _judge_below_sgd(self, store: Store, preset: Preset, optimizer: str, separate: bool) -> Judgement:
-        rivals = {name: self._final(store, preset, name, ORIGINAL, separate) for name in ("SGD", "SGD+momentum")}
+    def _judge_below_sgd(self, optimizer: str, separate: bool) -> Judgement:
+        rivals = {name: self._final(name, ORIGINAL, separate) for name in ("SGD", "SGD+momentum")}
         best = min(rivals, key=lambda name: rivals[name])
-        turned = self._final(store, preset, optimizer, EGOP, separate)
+        turned = self._final(optimizer, EGOP, separate)
         words = f"EGOP {optimizer} ends lower than SGD and SGD with momentum."
         return compare(f"digits/{optimizer}-below-sgd", words, ("EGOP", turned), (f"{best}, the better", rivals[best]))
 
-    def _judge_faster(
-        self, store: Store, preset: Preset, optimizer: str, rivals: Sequence[str], separate: bool
-    ) -> Judgement:
+    def _judge_faster(self, optimizer: str, rivals: Sequence[str], separate: bool) -> Judgement:
         """Compare the epochs to the lowest loss of the rival's median."""
-        turned = self._curve(store, preset, optimizer, EGOP, separate)
-        curves = {name: self._curve(store, preset, name, ORIGINAL, separate) for name in rivals}
+        turned = self._curve(optimizer, EGOP, separate)
+        curves = {name: self._curve(name, ORIGINAL, separate) for name in rivals}
         best = min(curves, key=lambda name: min(curves[name]))
-        goal, every = min(curves[best]), _STRIDE[preset]
+        goal, every = min(curves[best]), _STRIDE[self.preset]
         needed, epochs = first_below(turned, goal), curves[best].index(goal)
         against = optimizer if rivals == [optimizer] else "SGD and SGD with momentum"
         name = "faster" if rivals == [optimizer] else "faster-than-sgd"
@@ -160,32 +125,20 @@ class DigitsExperiment(SweepExperiment):
             margin=count_decades(max(needed, 1), epochs) if needed is not None else None,
         )
 
-    def _curve(self, store: Store, preset: Preset, optimizer: str, coordinates: str, separate: bool) -> list[float]:
-        runs = self.reported_runs(store, preset, optimizer, coordinates, separate=separate)
+    def _curve(self, optimizer: str, coordinates: str, separate: bool) -> list[float]:
+        runs = self.reported_runs(optimizer, coordinates, separate=separate)
         return quartiles([run.result["loss"] for run in runs])[1]
 
-    def _judge_robust(self, store: Store, preset: Preset, optimizer: str) -> Judgement:
-        finals: dict[str, dict[float, list[float]]] = {ORIGINAL: {}, EGOP: {}}
-        for kind, by in finals.items():
-            for run in self.fresh_runs(store, preset, optimizer, kind):
-                by.setdefault(run.config["lr"], []).append(run.result["loss"][-1])
-        better = [rate for rate, values in finals[EGOP].items() if median(values) < median(finals[ORIGINAL][rate])]
-        share = len(better) / len(finals[EGOP])
+    def _judge_robust(self, optimizer: str) -> Judgement:
+        runs = (self.fresh_runs(optimizer, kind) for kind in (ORIGINAL, EGOP))
+        original, turned = (quartiles_by_rate(own, lambda result: result["loss"][-1]) for own in runs)
         words = f"The gain of EGOP {optimizer} is robust to the learning rate."
-        finding = f"Lower at {len(better)} of {len(finals[EGOP])} learning rates."
-        threshold = "at more than three quarters of them"
-        return Judgement(f"digits/{optimizer}-robust", words, to_verdict(share > 0.75), finding, threshold=threshold)
+        better = [turned[rate][1] < original[rate][1] for rate in turned]
+        return judge_mostly(f"digits/{optimizer}-robust", words, better)
 
-    def _judge_accuracy(self, store: Store, preset: Preset, optimizer: str, separate: bool) -> Judgement:
-        original, turned = (
-            median(
-                [
-                    run.result["test accuracy"]
-                    for run in self.reported_runs(store, preset, optimizer, kind, separate=separate)
-                ]
-            )
-            for kind in (ORIGINAL, EGOP)
-        )
+    def _judge_accuracy(self, optimizer: str, separate: bool) -> Judgement:
+        runs = [self.reported_runs(optimizer, kind, separate=separate) for kind in (ORIGINAL, EGOP)]
+        original, turned = (median([run.result["test accuracy"] for run in own]) for own in runs)
         words = f"Test accuracy of EGOP {optimizer} is as good or better."
         finding = f"EGOP: {turned:.2%}; original: {original:.2%}."
         return Judgement(f"digits/{optimizer}-accuracy", words, to_verdict(turned >= original), finding)

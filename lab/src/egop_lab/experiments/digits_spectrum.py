@@ -9,15 +9,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 
 import egop
 from egop_lab.data.digits import digits
 from egop_lab.experiments.base import Alternative, Experiment, Judgement, count_decades, to_verdict
 from egop_lab.models.small import cross_entropy, digits_network, xavier_
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.context import Context, Preset, record_run
-from egop_lab.training.records import Record, Store
+from egop_lab.training.context import Context
+from egop_lab.training.records import Record
 from egop_lab.training.spectra import decay, subsample
 
 INITIALIZATION = "initialisation"
@@ -36,40 +35,19 @@ class DigitsSpectrumExperiment(Experiment):
     """One EGOP matrix over all parameters, biases included, for several sampling distributions."""
 
     id: ClassVar[str] = "digits-spectrum"
-    title: ClassVar[str] = "The EGOP spectrum of the digits network"
-    figures: ClassVar[str] = "EGOP eigenvalues of the digits network; supplementary: the same for several ρ"
-    labels: ClassVar[tuple[str, ...]] = ("fig:tinyMNIST-global-spectral-decay", "fig:tinyMNIST-compare-spectral-decay")
-    paper: ClassVar[Mapping[str, str]] = {
-        "samples per dimension": "10",
-        "scales": "five, not named",
-        "images": "all, in every gradient",
-    }
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        full = preset == "full"
-        return {
-            "samples per dimension": 10 if full else 1,
-            "scales": [0.1, 0.3, 1.0, 3.0, 10.0] if full else [0.1, 1.0, 10.0],  # the paper does not name them
-            "images": "all, in every gradient",
-            "precision": "gradients in float32, decomposition in float64",
-        }
-
-    def configs(self, preset: Preset) -> list[dict[str, Any]]:
+    def configs(self) -> list[dict[str, Any]]:
         """Return the configurations: one per sampling distribution, the standard normal one first."""
-        settings = self.settings(preset)
+        settings = self.settings
         names = [NORMAL] + [name for scale in settings["scales"] if (name := f"N(0, {scale:g}²)") != NORMAL]
         samples = settings["samples per dimension"]
-        return [
-            self.config(preset, rho=name, samples_per_dimension=samples, seed=0) for name in [*names, INITIALIZATION]
-        ]
+        return [self.config(rho=name, samples_per_dimension=samples, seed=0) for name in [*names, INITIALIZATION]]
 
-    def run(self, store: Store, context: Context) -> None:
-        left = store.missing(self.configs(context.preset))
-        for config in tqdm(left, desc="Spectra", unit="rho", disable=not context.progress):
-            record_run(store, config, lambda config: measure(config, context.device), context.device)
+    def run(self, context: Context) -> None:
+        self.do_missing(self.configs(), lambda config: measure(config, context.device), context.device)
 
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
-        records = self._load_results(store, preset)
+    def judge(self) -> list[Judgement]:
+        records = self._load_results()
         return [
             _judge_exponential(records[NORMAL]),
             _judge_decay(records),
@@ -77,8 +55,8 @@ class DigitsSpectrumExperiment(Experiment):
             _judge_shelf(records),
         ]
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        records = self._load_results(store, preset)
+    def pictures(self) -> list[Picture]:
+        records = self._load_results()
         whole = [_series(name, record.result, record.result["index"]) for name, record in records.items()]
         leading = [_series(name, record.result, range(1, _LEADING + 1)) for name, record in records.items()]
         return [
@@ -97,8 +75,8 @@ class DigitsSpectrumExperiment(Experiment):
             ),
         ]
 
-    def _load_results(self, store: Store, preset: Preset) -> dict[str, Record]:
-        records = [store.get(config) for config in self.configs(preset)]
+    def _load_results(self) -> dict[str, Record]:
+        records = [self.store.get(config) for config in self.configs()]
         return {record.config["rho"]: record for record in records if record is not None}
 
 
@@ -221,29 +199,16 @@ class DigitsDensityExperiment(Experiment):
     """β_k = ‖v_k‖₁²/d of the 100 leading eigenvectors, for standard normal points."""
 
     id: ClassVar[str] = "digits-density"
-    title: ClassVar[str] = "The density of the leading EGOP eigenvectors"
-    figures: ClassVar[str] = "Supplementary: density of the 100 leading eigenvectors"
-    labels: ClassVar[tuple[str, ...]] = ("fig:MNIST-global-eigvec-density",)
-    paper: ClassVar[Mapping[str, str]] = {"samples per dimension": "10", "eigenvectors": "100"}
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        settings = DigitsSpectrumExperiment().settings(preset)
-        return {key: value for key, value in settings.items() if key != "scales"} | {"rho": NORMAL, "eigenvectors": 100}
-
-    def run(self, store: Store, context: Context) -> None:
+    def run(self, context: Context) -> None:
         """Take the densities from the finished run of the spectrum, if it is in the file beside this one."""
-        if (config := self._config(context.preset)) in store:
-            return
-        spectrum = DigitsSpectrumExperiment()
-        source = Store(store.path.with_name(f"{spectrum.id}{store.path.suffix}"))
-        (wanted, *_) = spectrum.configs(context.preset)
-        if (known := source.get(wanted)) is None:
-            record_run(store, config, lambda config: _keep(measure(config, context.device)), context.device)
-        else:
-            store.add(replace(known, config=config, result=_keep(known.result)))
+        config, spectrum = self._config(), self.beside(DigitsSpectrumExperiment)
+        if config not in self.store and (known := spectrum.store.get(spectrum.configs()[0])) is not None:
+            self.store.add(replace(known, config=config, result=_keep(known.result)))
+        self.do_missing([config], lambda config: _keep(measure(config, context.device)), context.device)
 
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
-        (record,) = self.records(store, preset)
+    def judge(self) -> list[Judgement]:
+        (record,) = self.records()
         densities, size = record.result["density"], record.result["dimension"]
         dense = sum(density > 0.3 for density in densities)
         lowest = min(densities)
@@ -275,8 +240,8 @@ class DigitsDensityExperiment(Experiment):
             ),
         ]
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        (record,) = self.records(store, preset)
+    def pictures(self) -> list[Picture]:
+        (record,) = self.records()
         densities = record.result["density"]
         series = Series("βₖ", list(range(1, len(densities) + 1)), densities, method="density")
         lines = {"1/d": 1 / record.result["dimension"], "0.5": 0.5}
@@ -286,8 +251,8 @@ class DigitsDensityExperiment(Experiment):
         panel = Panel("Density", "k", "βₖ", [series], horizontal=lines)
         return [Picture("digits-density", caption, [panel])]
 
-    def _config(self, preset: Preset) -> dict[str, Any]:
-        return DigitsSpectrumExperiment().configs(preset)[0] | {"experiment": self.id, "version": self.version}
+    def _config(self) -> dict[str, Any]:
+        return self.beside(DigitsSpectrumExperiment).configs()[0] | {"experiment": self.id, "version": self.version}
 
 
 def _keep(result: Mapping[str, Any]) -> dict[str, Any]:

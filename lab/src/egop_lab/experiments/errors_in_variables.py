@@ -14,13 +14,11 @@ from egop_lab.data.matrices import matrix_with_decay
 from egop_lab.experiments.base import Alternative, Judgement, count_decades, to_verdict
 from egop_lab.experiments.curves import median, quartiles
 from egop_lab.experiments.tuned_experiment import Case, Method, TunedExperiment
-from egop_lab.methods import describe
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training import batched
-from egop_lab.training.context import Context, Preset, record_run
+from egop_lab.training.batched import EGOP
+from egop_lab.training.context import Context
 from egop_lab.training.instances import Trials
-from egop_lab.training.records import Store
-from egop_lab.training.sweeps import EGOP
 
 EGOP_ADAM = Method("Adam", EGOP)
 _SOAPS = (Method("SOAP"), Method("SOAP (0.95)"))
@@ -67,41 +65,10 @@ class ErrorsInVariablesExperiment(TunedExperiment):
     """EGOP against SOAP and Shampoo, which refresh every step, as the Kronecker structure is lost."""
 
     id: ClassVar[str] = "errors-in-variables"
-    title: ClassVar[str] = "Regression with errors in variables"
-    figures: ClassVar[str] = "Figure on errors in variables (SOAP, Shampoo, EGOP Adam by Kronecker residual)"
-    labels: ClassVar[tuple[str, ...]] = ("fig:EIV",)
-    paper: ClassVar[Mapping[str, str]] = {
-        "trials": "5",
-        "tuning trials": "none: rates are chosen on the reported trials",
-        "steps": "1000",
-        "size": "10",
-        "decay": "2",
-        "samples": "1000",
-        "nu": "several, not named but 0 and 0.5",
-        "precision": "not named",
-    }
     cosine: ClassVar[bool] = True
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        full = preset == "full"
-        optimizers = ["Adam", "Adagrad", "SOAP", "SOAP (0.95)", "Shampoo", *(["GaLore"] if full else [])]
-        return {
-            "trials": 5 if full else 3,
-            "tuning trials": 5 if full else 2,
-            "steps": 1000,
-            "record every": 10,
-            "record tuning every": 1000,
-            "nu": [0.0, 0.1, 0.25, 0.5, 0.75, 1.0] if full else [0.0, 0.5, 1.0],
-            "size": 10,
-            "decay": 2.0,
-            "samples": 1000,
-            "exponents": {name: [-4, 4] if full else [-2, 2 if describe(name) else 3] for name in optimizers},
-            "baselines": {name: call for name in optimizers if (call := describe(name))},
-            "precision": "float64",
-        }
-
-    def cases(self, preset: Preset) -> list[Case]:
-        settings = self.settings(preset)
+    def cases(self) -> list[Case]:
+        settings = self.settings
         common = {name: settings[name] for name in ("size", "decay", "samples")}
         return [{"nu": nu, **common} for nu in settings["nu"]]
 
@@ -112,25 +79,25 @@ class ErrorsInVariablesExperiment(TunedExperiment):
         """Return the final loss, no smaller than the rounding floor."""
         return max(float(result["loss"][-1]), _FLOOR * float(result["loss"][0]))
 
-    def run(self, store: Store, context: Context) -> None:
-        super().run(store, context)
-        for case in self.cases(context.preset):
-            for config in store.missing(self._residual_configs(context.preset, case)):
-                record_run(store, config, self._measure_residual)
+    def run(self, context: Context) -> None:
+        super().run(context)
+        self.do_missing(
+            [each for case in self.cases() for each in self._residual_configs(case)], self._measure_residual
+        )
 
     def _measure_residual(self, config: Mapping[str, Any]) -> dict[str, float]:
         hessian = self.trials(config, [config["seed"]]).hessian(0)
         return {"residual": theory.kronecker_residual(hessian, config["size"], config["size"])}
 
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
-        cases = self.cases(preset)
+    def judge(self) -> list[Judgement]:
+        cases = self.cases()
         enough = len(cases) > 1
         final = {
-            (case["nu"], method): self._final(store, preset, case, method)
+            (case["nu"], method): self._final(case, method)
             for case in cases
             for method in (EGOP_ADAM, *_SOAPS, _SHAMPOO)
         }
-        residuals = {case["nu"]: self.residual(store, preset, case) for case in cases}
+        residuals = {case["nu"]: self.residual(case) for case in cases}
         soap = {nu: min(final[nu, method] for method in _SOAPS) for nu in residuals}  # the better of its two settings
         shampoo = {nu: final[nu, _SHAMPOO] for nu in residuals}
         judged = []
@@ -153,7 +120,7 @@ class ErrorsInVariablesExperiment(TunedExperiment):
                     margin=count_decades(losses[ordered[0]], losses[ordered[-1]]),
                 )
             )
-        judged.append(self._judge_linear(store, preset))
+        judged.append(self._judge_linear())
         for name, losses in (("SOAP", soap), ("Shampoo", shampoo)):
             words = f"{name} does not beat EGOP Adam for ν ≥ 0.5, although it renews its basis every step."
             far = [nu for nu in residuals if nu >= 0.5]
@@ -165,20 +132,19 @@ class ErrorsInVariablesExperiment(TunedExperiment):
             judged.append(Judgement(f"{self.id}/{name}-no-better", words, better, found, margin=least))
         return judged
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        cases, methods = self.cases(preset), self.methods(preset)
+    def pictures(self) -> list[Picture]:
+        cases, methods = self.cases(), self.methods()
         by_step = [
-            Panel(str(method), "step", "loss", [self._by_step(store, preset, case, method) for case in cases])
-            for method in methods
+            Panel(str(method), "step", "loss", [self._by_step(case, method) for case in cases]) for method in methods
         ]
-        residuals = [self.residual(store, preset, case) for case in cases]
-        against = [self._judge_against(store, preset, method, residuals) for method in methods]
+        residuals = [self.residual(case) for case in cases]
+        against = [self._judge_against(method, residuals) for method in methods]
         sweeps = [
             Panel(
                 f"ν = {case['nu']:g}",
                 "learning rate",
                 "final loss, tuning trials",
-                [self.sweep(store, preset, case, method) for method in methods],
+                [self.curve_by_rate(case, method) for method in methods],
                 xscale="log",
             )
             for case in cases
@@ -194,41 +160,40 @@ class ErrorsInVariablesExperiment(TunedExperiment):
             Picture(f"{self.id}-rates", "The search for learning rates; stars mark the chosen ones.", sweeps),
         ]
 
-    def residual(self, store: Store, preset: Preset, case: Case) -> float:
+    def residual(self, case: Case) -> float:
         """Return the median Kronecker residual of the reported trials."""
-        runs = [store.get(config) for config in self._residual_configs(preset, case)]
+        runs = [self.store.get(config) for config in self._residual_configs(case)]
         if None in runs:
-            raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; residuals are missing.")
+            raise LookupError(f"{self.id}: residuals are missing")
         return median([run.result["residual"] for run in runs if run is not None])
 
-    def _residual_configs(self, preset: Preset, case: Case) -> list[dict[str, Any]]:
-        seeds = range(self.settings(preset)["trials"])
-        return [self.config(preset, part="Kronecker residual", **case, seed=seed) for seed in seeds]
+    def _residual_configs(self, case: Case) -> list[dict[str, Any]]:
+        seeds = range(self.settings["trials"])
+        return [self.config(part="Kronecker residual", **case, seed=seed) for seed in seeds]
 
-    def _final(self, store: Store, preset: Preset, case: Case, method: Method) -> float:
-        return median([run.result["loss"][-1] for run in self.reported_runs(store, preset, case, method)])
+    def _final(self, case: Case, method: Method) -> float:
+        return median([run.result["loss"][-1] for run in self.reported_runs(case, method)])
 
-    def _by_step(self, store: Store, preset: Preset, case: Case, method: Method) -> Series:
-        curve = self.curve(store, preset, case, method, "loss")
-        label = f"ν = {case['nu']:g}, residual {self.residual(store, preset, case):.2f}"
+    def _by_step(self, case: Case, method: Method) -> Series:
+        curve = self.curve(case, method, "loss")
+        label = f"ν = {case['nu']:g}, residual {self.residual(case):.2f}"
         return Series(label, curve.x, curve.median, curve.low, curve.high, f"ν = {case['nu']:g}", curve.egop)
 
-    def _judge_against(self, store: Store, preset: Preset, method: Method, residuals: Sequence[float]) -> Series:
+    def _judge_against(self, method: Method, residuals: Sequence[float]) -> Series:
         rows = [
-            quartiles([[run.result["loss"][-1]] for run in self.reported_runs(store, preset, case, method)])
-            for case in self.cases(preset)
+            quartiles([[run.result["loss"][-1]] for run in self.reported_runs(case, method)]) for case in self.cases()
         ]
         low, middle, high = ([row[part][0] for row in rows] for part in range(3))
         egop = method.coordinates == EGOP
         return Series(str(method), residuals, middle, low, high, method.optimizer if egop else str(method), egop)
 
-    def _judge_linear(self, store: Store, preset: Preset) -> Judgement:
+    def _judge_linear(self) -> Judgement:
         """Judge linear convergence: a straight, steep line on a logarithmic axis, whatever ν is."""
         words = "EGOP Adam converges linearly for every ν."
         shapes = {}
-        for case in self.cases(preset):
-            curve = self.curve(store, preset, case, EGOP_ADAM, "loss")
-            shapes[case["nu"]] = straightness(curve.median, self.settings(preset)["record every"])
+        for case in self.cases():
+            curve = self.curve(case, EGOP_ADAM, "loss")
+            shapes[case["nu"]] = straightness(curve.median, self.settings["record every"])
         numbers = "; ".join(
             f"ν = {nu:g}: {fall:.1f} decades in {steps} steps, R² of a straight line {square:.2f}"
             for nu, (fall, steps, square) in shapes.items()

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from egop_lab.experiments.base import Alternative, Judgement, count_decades, make_alternative, to_verdict
+from egop_lab.experiments.base import Alternative, Judgement, count_decades, to_verdict
 from egop_lab.experiments.curves import first_below, median
 from egop_lab.training.records import Record
 
@@ -37,7 +37,6 @@ class MethodRuns:
     estimation: float
 
     def curves(self, name: str) -> list[list[float]]:
-        """Return a recorded curve of every run."""
         return [run.result[name] for run in self.runs]
 
     def epochs_to_convergence(self) -> list[int]:
@@ -138,7 +137,7 @@ def judge_sooner(found: Mapping[int, MethodRuns], *, judged: bool) -> Judgement:
             f"{shown}original: {times[0]:.3g}.",
             margin=count_decades(times[best], times[0]) if judged else None,
         )
-    return replace(compared[True], alternatives=(make_alternative("without estimation", compared[False]),))
+    return compared[True].add_alternative("without estimation", compared[False])
 
 
 def _against_ends(times: Mapping[int, float]) -> float | None:

@@ -5,25 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar
 
 from egop_lab.experiments import fashion_claims as claims
-from egop_lab.experiments.base import Alternative, Experiment, Judgement, make_alternative
+from egop_lab.experiments.base import Alternative, Experiment, Judgement
 from egop_lab.experiments.curves import first_below, median, quartiles
 from egop_lab.experiments.fashion_claims import Method, MethodRuns
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.context import Context, Preset, make_record, record_run
+from egop_lab.training.context import Context, make_record
 from egop_lab.training.fashion import Curves, Runs, train_batched
-from egop_lab.training.records import Record, Store
+from egop_lab.training.records import Record
 from egop_lab.training.spectra import decay
-from egop_lab.training.sweeps import TUNING
+from egop_lab.training.tuning import TUNING
 
 _FIRST_DECAY = 0.01  # for the first search of the learning rate: AdamW's default
-
-SEARCHES = {
-    "lines": f"(all rates with a weight decay of {_FIRST_DECAY:g}, then all weight decays with the best of them)",
-    "grid": "(every combination, as in the paper; added when the results of the lines were known)",
-}
 
 
 class FashionMnistExperiment(Experiment):
@@ -33,96 +29,63 @@ class FashionMnistExperiment(Experiment):
     """
 
     id: ClassVar[str] = "fashion-mnist"
-    title: ClassVar[str] = "A ReLU network on Fashion-MNIST, auxiliary variables"
-    figures: ClassVar[str] = "Fashion-MNIST: loss and spectrum; supplementary: accuracy and wall-clock time"
-    labels: ClassVar[tuple[str, ...]] = ("fig:fashionMNIST", "fig:auxilliary-cost-benefit-tradeoff")
-    paper: ClassVar[Mapping[str, str]] = {
-        "images": "60000",
-        "ranks": "[50, 200, 1000, 2000]",
-        "gradients": "0.01 d = 795, of which no 1000 or 2000 directions can be had",
-        "epochs": "100",
-        "trials": "not named",
-        "spectrum samples": "795, of which no 4000 eigenvalues can be had",
-        "tuning epochs": "30",
-        "timing": "an RTX A6000, two cores",
-    }
     version: ClassVar[int] = 2
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        full = preset == "full"
-        return {
-            "images": 60_000 if full else 6000,
-            "ranks": [50, 200, 1000, 2000] if full else [50, 200],
-            "gradients": "at least 0.01 d and the rank",
-            "leading directions alone": 1000 if full else 200,
-            "epochs": 100 if full else 10,
-            "trials": 3 if full else 1,
-            "spectrum samples": 7951 if full else 796,
-            "tuning epochs": 30 if full else 3,
-            "rates": [1e-5, 5e-5, 1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1] if full else [5e-3, 1e-2, 5e-2, 1e-1],
-            "weight decays": [0, 1e-5, 1e-4, 1e-3, 1e-2, 5e-2, 1e-1, 2e-1, 5e-1] if full else [0, 1e-2, 1e-1],
-            "searches": SEARCHES if full else {"lines": SEARCHES["lines"]},
-            "timed epochs": 10 if full else 2,
-            "timing": "single runs of the library's optimizer, nothing else running; batched ones gave the curves",
-        }
+    def run(self, context: Context) -> None:
+        """Train and time; nothing else may be running during the timing."""
+        load = cache(lambda: Runs(self.settings["images"], context))  # only if there is something to run
+        self.do_missing([self._spectrum_config()], lambda config: load().spectrum(config), context.device)
+        for method in self._methods():
+            for search in self.settings["searches"]:
+                for configs in self._tuning(method, search):
+                    self._train(configs, load, _compact)
+                self._train(self._reported_configs(method, search), load, dict)
+        timed = [self._timing_config(method) for method in self._methods()]
+        if self.store.missing(timed):  # warm up with a basis that is not used again
+            load().time_epochs(next(config for config in timed if config["rank"]) | {"seed": TUNING})
+        self.do_missing(timed, lambda config: load().time_epochs(config), context.device)
 
-    def run(self, store: Store, context: Context) -> None:
-        self.train(store, context)
-        self.time(store, context)
-
-    def train(self, store: Store, context: Context) -> None:
-        """Do everything but the timing."""
-        spectrum = self._spectrum_config(context.preset)
-        runs: Runs | None = None  # load the data only if there is something to run
-        if spectrum not in store:
-            runs = self._runs(context)
-            record_run(store, spectrum, runs.spectrum, context.device)
-        for method in self._methods(context.preset):
-            for search in self.settings(context.preset)["searches"]:
-                for configs in self._tuning(store, context.preset, method, search):
-                    if left := store.missing(configs):
-                        runs = runs or self._runs(context)
-                        self._add(left, runs, store, _compact)
-                if left := store.missing(self._reported_configs(store, context.preset, method, search)):
-                    runs = runs or self._runs(context)
-                    self._add(left, runs, store, lambda curves: curves)
-
-    def time(self, store: Store, context: Context) -> None:
-        """Time single runs; call it when nothing else is running."""
-        configs = {
-            method: self._timing_config(store, context.preset, method) for method in self._methods(context.preset)
-        }
-        if not (left := store.missing(configs.values())):
+    def _train(
+        self,
+        configs: Sequence[Mapping[str, Any]],
+        load: Callable[[], Runs],
+        kept: Callable[[Curves], Mapping[str, Any]],
+    ) -> None:
+        """Do the missing runs together."""
+        if not (left := self.store.missing(configs)):
             return
-        runs = self._runs(context)
-        # Warm up with a basis that is not used again.
-        runs.time_epochs(next(config for config in configs.values() if config["rank"]) | {"seed": TUNING})
-        for config in left:
-            record_run(store, config, runs.time_epochs, context.device)
+        curves, seconds = train_batched(load(), left)
+        pairs, device = zip(left, curves, strict=True), load().context.device
+        self.store.add(*(make_record(config, kept(curves), seconds / len(left), device) for config, curves in pairs))
 
-    def choose_rates(self, store: Store, preset: Preset, method: Method, search: str) -> tuple[float, float]:
+    @property
+    def papers_search(self) -> str:
+        """The paper's search, if the preset has it."""
+        return list(self.settings["searches"])[-1]
+
+    def choose_rates(self, method: Method, search: str) -> tuple[float, float]:
         """Return the pair (rate, weight decay) of a method's best validation accuracy in a search."""
-        (*_, configs) = self._tuning(store, preset, method, search)
-        return _best([record for config in configs if (record := store.get(config)) is not None])
+        (*_, configs) = self._tuning(method, search)
+        return _best([record for config in configs if (record := self.store.get(config)) is not None])
 
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
+    def judge(self) -> list[Judgement]:
         """Judge by the search over the whole grid, as in the paper, with the other search as an alternative."""
-        *others, papers = self.settings(preset)["searches"]
-        judged = self._judge_search(store, preset, papers)
+        *others, papers = self.settings["searches"]
+        judged = self._judge_search(papers)
         for search in others:
             rule = f"search along {search}"
-            pairs = zip(judged, self._judge_search(store, preset, search), strict=True)
-            judged = [
-                one if one.finding == other.finding else _add_alternative(one, make_alternative(rule, other))
-                for one, other in pairs
-            ]
-        equal = self._compare_at_equal_settings(store, preset)
-        judged = [_add_alternative(one, equal) if equal and one.id.endswith("/grows") else one for one in judged]
-        (record,) = self.records(store, preset, kind="spectrum")
-        return [*judged, claims.judge_rank(record.result, judged=preset == "full")]
+            pairs = zip(judged, self._judge_search(search), strict=True)
+            judged = [one if one.finding == other.finding else one.add_alternative(rule, other) for one, other in pairs]
+        equal = self._compare_at_equal_settings()
+        judged = [
+            replace(one, alternatives=(*one.alternatives, *equal)) if one.id.endswith("/grows") else one
+            for one in judged
+        ]
+        (record,) = self.records(kind="spectrum")
+        return [*judged, claims.judge_rank(record.result, judged=self.preset == "full")]
 
-    def _judge_search(self, store: Store, preset: Preset, search: str) -> list[Judgement]:
-        by_method = self._load_runs(store, preset, search)
+    def _judge_search(self, search: str) -> list[Judgement]:
+        by_method = self._load_runs(search)
         by_rank = {method.rank: results for method, results in by_method.items() if not method.reduced}
         (reduced,) = (method for method in by_method if method.reduced)
         curves = {rank: quartiles(results.curves("loss"))[1] for rank, results in by_rank.items()}
@@ -132,33 +95,33 @@ class FashionMnistExperiment(Experiment):
             *(claims.judge_faster(rank, epochs) for rank in by_rank if rank),
             claims.judge_growth(epochs),
             *(claims.judge_accuracy(rank, by_rank) for rank in by_rank if rank),
-            claims.judge_wall_clock(by_rank, judged=preset == "full"),
-            claims.judge_sooner(by_rank, judged=preset == "full"),
+            claims.judge_wall_clock(by_rank, judged=self.preset == "full"),
+            claims.judge_sooner(by_rank, judged=self.preset == "full"),
             claims.judge_auxiliary(reduced, by_rank[reduced.rank], by_method[reduced]),
         ]
 
-    def _compare_at_equal_settings(self, store: Store, preset: Preset) -> Alternative | None:
+    def _compare_at_equal_settings(self) -> list[Alternative]:
         """Judge whether the gain grows with r at equal rate and weight decay, by the runs of the search."""
-        ranks = [0, *self.settings(preset)["ranks"]]
+        ranks = [0, *self.settings["ranks"]]
         by_place: dict[tuple[float, float], dict[int, float]] = {}
-        for run in self.records(store, preset, kind="run", epochs=self.settings(preset)["tuning epochs"], seed=TUNING):
+        for run in self.records(kind="run", epochs=self.settings["tuning epochs"], seed=TUNING):
             if not run.config.get("reduced"):
                 place = run.config["lr"], run.config["weight_decay"]
                 by_place.setdefault(place, {})[run.config["rank"]] = run.result["final"]
         finals = [[losses[rank] for rank in ranks] for losses in by_place.values() if len(losses) == len(ranks)]
-        return claims.compare_at_equal_settings(ranks, finals) if finals else None
+        return [claims.compare_at_equal_settings(ranks, finals)] if finals else []
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        return [each for search in self.settings(preset)["searches"] for each in self._pictures(store, preset, search)]
+    def pictures(self) -> list[Picture]:
+        return [each for search in self.settings["searches"] for each in self._pictures(search)]
 
-    def _pictures(self, store: Store, preset: Preset, search: str) -> list[Picture]:
-        by_method = self._load_runs(store, preset, search)
+    def _pictures(self, search: str) -> list[Picture]:
+        by_method = self._load_runs(search)
         losses = [_curve(method, results, "loss") for method, results in by_method.items()]
         accuracies = [
             _curve(method, results, "validation accuracy", chosen=median(results.epochs_to_convergence()))
             for method, results in by_method.items()
         ]
-        (record,) = self.records(store, preset, kind="spectrum")
+        (record,) = self.records(kind="spectrum")
         index = record.result["index"]
         spectrum = Series("first layer", index, decay(record.result, index), method="spectrum")
         bars = []
@@ -187,80 +150,53 @@ class FashionMnistExperiment(Experiment):
             ),
         ]
 
-    def _methods(self, preset: Preset) -> list[Method]:
-        settings = self.settings(preset)
+    def _methods(self) -> list[Method]:
+        settings = self.settings
         return [*map(Method, (0, *settings["ranks"])), Method(settings["leading directions alone"], reduced=True)]
 
-    def _load_runs(self, store: Store, preset: Preset, search: str) -> dict[Method, MethodRuns]:
+    def _load_runs(self, search: str) -> dict[Method, MethodRuns]:
         by_method = {}
-        for method in self._methods(preset):
-            runs, time = (
-                self._reported_runs(store, preset, method, search),
-                store.get(self._timing_config(store, preset, method)),
-            )
+        for method in self._methods():
+            runs = [run for config in self._reported_configs(method, search) if (run := self.store.get(config))]
+            time = self.store.get(self._timing_config(method))
             if time is None or not runs:
                 raise LookupError(f"{self.id}: {method} has runs left")
             by_method[method] = MethodRuns(runs, time.result["seconds per epoch"], time.result["estimation seconds"])
         return by_method
 
-    def _runs(self, context: Context) -> Runs:
-        return Runs(self.settings(context.preset)["images"], context)
-
-    def _add(
-        self,
-        configs: Sequence[Mapping[str, Any]],
-        runs: Runs,
-        store: Store,
-        kept: Callable[[Curves], Mapping[str, Any]],
-    ) -> None:
-        curves, seconds = train_batched(runs, configs)
-        device = runs.context.device
-        pairs = zip(configs, curves, strict=True)
-        store.add(*(make_record(config, kept(curves), seconds / len(configs), device) for config, curves in pairs))
-
-    def _tuning(self, store: Store, preset: Preset, method: Method, search: str) -> Iterable[list[dict[str, Any]]]:
+    def _tuning(self, method: Method, search: str) -> Iterable[list[dict[str, Any]]]:
         """Yield the search of a method stage by stage: a stage may depend on the results of the one before."""
-        settings = self.settings(preset)
+        settings = self.settings
         rates, decays = settings["rates"], settings["weight decays"]
         if search == "grid":
-            yield [self._tuning_config(preset, method, lr, decay) for lr in rates for decay in decays]
+            yield [self._tuning_config(method, lr, decay) for lr in rates for decay in decays]
             return
-        yield (line := [self._tuning_config(preset, method, lr, _FIRST_DECAY) for lr in rates])
-        lr, _ = _best([record for config in line if (record := store.get(config)) is not None])
-        yield line + [self._tuning_config(preset, method, lr, decay) for decay in decays if decay != _FIRST_DECAY]
+        yield (line := [self._tuning_config(method, lr, _FIRST_DECAY) for lr in rates])
+        lr, _ = _best([record for config in line if (record := self.store.get(config)) is not None])
+        yield line + [self._tuning_config(method, lr, decay) for decay in decays if decay != _FIRST_DECAY]
 
-    def _tuning_config(self, preset: Preset, method: Method, lr: float, weight_decay: float) -> dict[str, Any]:
-        return self._config(preset, method, lr, weight_decay, self.settings(preset)["tuning epochs"], TUNING)
+    def _tuning_config(self, method: Method, lr: float, weight_decay: float) -> dict[str, Any]:
+        return self._config(method, lr, weight_decay, self.settings["tuning epochs"], TUNING)
 
-    def _reported_configs(self, store: Store, preset: Preset, method: Method, search: str) -> list[dict[str, Any]]:
-        settings = self.settings(preset)
-        chosen = self.choose_rates(store, preset, method, search)
-        return [self._config(preset, method, *chosen, settings["epochs"], seed) for seed in range(settings["trials"])]
+    def _reported_configs(self, method: Method, search: str) -> list[dict[str, Any]]:
+        settings = self.settings
+        chosen = self.choose_rates(method, search)
+        return [self._config(method, *chosen, settings["epochs"], seed) for seed in range(settings["trials"])]
 
-    def _reported_runs(self, store: Store, preset: Preset, method: Method, search: str) -> list[Record]:
-        records = [store.get(config) for config in self._reported_configs(store, preset, method, search)]
-        return [record for record in records if record is not None]
-
-    def _config(
-        self, preset: Preset, method: Method, lr: float, weight_decay: float, epochs: int, seed: int
-    ) -> dict[str, Any]:
+    def _config(self, method: Method, lr: float, weight_decay: float, epochs: int, seed: int) -> dict[str, Any]:
         entries: dict[str, Any] = {"rank": method.rank, **({"reduced": True} if method.reduced else {})}
         entries |= {"lr": lr, "weight_decay": weight_decay, "epochs": epochs, "seed": seed}
-        return self.config(preset, kind="run", images=self.settings(preset)["images"], **entries)
+        return self.config(kind="run", images=self.settings["images"], **entries)
 
-    def _timing_config(self, store: Store, preset: Preset, method: Method) -> dict[str, Any]:
+    def _timing_config(self, method: Method) -> dict[str, Any]:
         """Return the configuration to time: its seconds do not depend on the search."""
-        chosen, epochs = self.choose_rates(store, preset, method, "lines"), self.settings(preset)["timed epochs"]
-        return self._config(preset, method, *chosen, epochs, 0) | {"kind": "timing"}
+        chosen, epochs = self.choose_rates(method, "lines"), self.settings["timed epochs"]
+        return self._config(method, *chosen, epochs, 0) | {"kind": "timing"}
 
-    def _spectrum_config(self, preset: Preset) -> dict[str, Any]:
-        settings = self.settings(preset)
+    def _spectrum_config(self) -> dict[str, Any]:
+        settings = self.settings
         entries = {"images": settings["images"], "samples": settings["spectrum samples"], "seed": 0}
-        return self.config(preset, kind="spectrum", **entries)
-
-
-def _add_alternative(judged: Judgement, other: Alternative) -> Judgement:
-    return replace(judged, alternatives=(*judged.alternatives, other))
+        return self.config(kind="spectrum", **entries)
 
 
 def _best(records: Sequence[Record]) -> tuple[float, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,11 +14,10 @@ import egop
 from egop_lab.data.batches import Batches, Split
 from egop_lab.data.digits import digits
 from egop_lab.data.fashion import fashion_folder, fashion_mnist, four_classes
-from egop_lab.experiments.base import Experiment, Judgement, make_alternative, to_verdict
+from egop_lab.experiments.base import Experiment, Judgement, to_verdict
 from egop_lab.models.small import cross_entropy, digits_network, normal_, perceptron, xavier_
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.context import Context, Preset, record_run
-from egop_lab.training.records import Store
+from egop_lab.training.context import Context
 from egop_lab.training.spectra import decay, subsample
 
 _BATCH = 300
@@ -34,33 +32,12 @@ class LayerSpectraExperiment(Experiment):
     """One EGOP matrix for each weight matrix, at the network's initialisation."""
 
     id: ClassVar[str] = "layer-spectra"
-    title: ClassVar[str] = "The EGOP spectra of single layers"
-    figures: ClassVar[str] = "Supplementary: layer-by-layer spectra, UCI digits and Fashion-MNIST"
-    labels: ClassVar[tuple[str, ...]] = ("fig:layer-by-layer-spectra",)
-    paper: ClassVar[Mapping[str, str]] = {
-        "samples per dimension": "5",
-        "batch": "300",
-        "networks": "64-32-10 and 196-20-4",
-        "fashion": "classes 0 to 3, max-pooled to 14 x 14",
-    }
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        return {
-            "samples per dimension": 5 if preset == "full" else 1,
-            "batch": _BATCH,
-            "networks": "64-32-10 and 196-20-4",
-            "fashion": "classes 0 to 3, max-pooled to 14 x 14",
-            "rho": f"the networks' initialisations: digits Xavier, Fashion-MNIST {NORMAL}; and Xavier for both",
-            "precision": "gradients in float32, decomposition in float64",
-        }
+    def run(self, context: Context) -> None:
+        self.do_missing(self._configs(), lambda config: measure(config, context), context.device)
 
-    def run(self, store: Store, context: Context) -> None:
-        for config in store.missing(self._configs(context.preset)):
-            network, train = _load_problem(config["data"], context)
-            record_run(store, config, lambda config: measure(network, train, config, context), context.device)  # noqa: B023
-
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
-        found = self._load_results(store, preset)
+    def judge(self) -> list[Judgement]:
+        found = self._load_results()
         digits, ours = found.get(("digits", XAVIER)), found.get(("fashion", XAVIER))
         fashion = found.get(("fashion", NORMAL), ours)
         judged = [_judge_faster("digits", digits)] if digits else []
@@ -74,8 +51,8 @@ class LayerSpectraExperiment(Experiment):
             )
         return judged
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        found = self._load_results(store, preset)
+    def pictures(self) -> list[Picture]:
+        found = self._load_results()
         panels = [
             Panel(
                 f"{words}, {layer_words}",
@@ -90,15 +67,15 @@ class LayerSpectraExperiment(Experiment):
         caption = "λₖ/λ₁ of the EGOP matrix of each weight matrix, at points drawn as networks are initialised."
         return [Picture("layer-spectra", caption, panels)]
 
-    def _configs(self, preset: Preset) -> list[dict[str, Any]]:
-        samples = self.settings(preset)["samples per dimension"]
+    def _configs(self) -> list[dict[str, Any]]:
+        samples = self.settings["samples per dimension"]
         common = {"samples_per_dimension": samples, "seed": 0}
-        xavier = [self.config(preset, data=data, **common) for data in _DATA]
-        return [*xavier, self.config(preset, data="fashion", rho=NORMAL, **common)]
+        xavier = [self.config(data=data, **common) for data in _DATA]
+        return [*xavier, self.config(data="fashion", rho=NORMAL, **common)]
 
-    def _load_results(self, store: Store, preset: Preset) -> dict[tuple[str, str], Mapping[str, Any]]:
+    def _load_results(self) -> dict[tuple[str, str], Mapping[str, Any]]:
         """Return the results by data and distribution."""
-        records = [store.get(config) for config in self._configs(preset)]
+        records = [self.store.get(config) for config in self._configs()]
         return {(r.config["data"], r.config.get("rho", XAVIER)): r.result for r in records if r is not None}
 
 
@@ -111,8 +88,9 @@ def _load_problem(data: str, context: Context) -> tuple[nn.Module, Split]:
     return perceptron(196, 20, 4), train
 
 
-def measure(network: nn.Module, train: Split, config: Mapping[str, Any], context: Context) -> dict[str, Any]:
+def measure(config: Mapping[str, Any], context: Context) -> dict[str, Any]:
     """Estimate the EGOP matrix of each layer; return some of the eigenvalues."""
+    network, train = _load_problem(config["data"], context)
     init, seed = normal_ if config.get("rho") == NORMAL else xavier_, config["seed"]
     size = sum(parameter.numel() for parameter in network.parameters())
     network = network.to(context.device)
@@ -175,4 +153,4 @@ def _add_digits_start(judged: Judgement, ours: Judgement | None) -> Judgement:
     """Add the result for the digits' initialisation to that for Fashion-MNIST's own."""
     if ours is None or ours.finding == judged.finding:
         return judged
-    return replace(judged, alternatives=(make_alternative("weights drawn as the digits network's, Xavier", ours),))
+    return judged.add_alternative("weights drawn as the digits network's, Xavier", ours)

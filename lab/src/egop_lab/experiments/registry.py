@@ -27,10 +27,8 @@ _PLACES = {
 IDS: tuple[str, ...] = tuple(_PLACES)
 
 
-def experiment(id: str) -> Experiment:
+def find_experiment(id: str) -> type[Experiment]:
     """Return the experiment with an id."""
-    if id not in _PLACES:
-        raise KeyError(f"There is no experiment '{id}'. There are: {', '.join(IDS)}.")
     module, name = _PLACES[id].split(":")
-    instance: Experiment = getattr(import_module(f"egop_lab.experiments.{module}"), name)()
-    return instance
+    found: type[Experiment] = getattr(import_module(f"egop_lab.experiments.{module}"), name)
+    return found

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from egop_lab.experiments.base import Experiment, Judgement, Table, add_alternatives
+from egop_lab.experiments.base import Experiment, Judgement, Preset, Table, add_alternatives
 from egop_lab.experiments.resnet_long import LongRuns
 from egop_lab.experiments.resnet_runs import ShortRuns
 from egop_lab.plots.picture import Picture
-from egop_lab.training.context import Context, Preset
+from egop_lab.training.context import Context
 from egop_lab.training.records import Store
 
 _IMAGENETTE = 9469  # training images
@@ -25,39 +23,17 @@ class ResnetExperiment(Experiment):
     """
 
     id: ClassVar[str] = ShortRuns.id
-    title: ClassVar[str] = ShortRuns.title
-    figures: ClassVar[str] = ShortRuns.figures
-    labels: ClassVar[tuple[str, ...]] = (
-        "fig:new-resnet-fig-plus-table",
-        "table:wallclock-time",
-        "fig:ResNet-sup-val",
-        "fig:ResNet-sup",
-    )
-    paper: ClassVar[Mapping[str, str]] = {
-        "data": "ImageNet, 1.28 million images of 1000 classes, on an RTX 6000 Ada",
-        "rates": "a logarithmic sweep from 1e-05 to 1",
-        "trials": "not named; median ± standard deviation",
-        "epochs": "40",
-        "tuning epochs": "10",
-        "rate": "the highest accuracy of ten crops after the tuning epochs",
-        "batch": "128",
-        "weight decay": "0.0001",
-        "side": "256",
-        "crop": "224",
-        "precision": "not named",
-        "validation": "ten crops",
-        "rho": "re-centred at the latest iterate",
-        "target": "1.3, within 5 % of SOAP 100's lowest validation loss",
-        "SOAP": "renewed never, every 100 and every 10000 steps (an epoch)",
-    }
-    short: ClassVar[ShortRuns] = ShortRuns()
-    long: ClassVar[LongRuns] = LongRuns()
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        short = self.short.settings(preset)
-        if preset == "quick":
+    def __init__(self, preset: Preset = "quick", store: Store | None = None) -> None:
+        super().__init__(preset, store)
+        self.short, self.long = ShortRuns(preset, self.store), LongRuns(preset, self.store)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        short = self.short.settings
+        if self.preset == "quick":
             return short
-        long = self.long.settings(preset)
+        long = self.long.settings
         return short | {
             "methods": list(dict.fromkeys([*long["methods"], *short["methods"]])),
             "epochs": f"{long['epochs']}; {short['epochs']} in the short runs",
@@ -66,45 +42,34 @@ class ResnetExperiment(Experiment):
             "target": f"{long['target']}; in the short runs {short['target']}",
         }
 
-    def run(self, store: Store, context: Context, *, processes: int = 1) -> None:
-        """Do the runs that the store does not have yet, the long ones first: by order of importance.
+    def run(self, context: Context) -> None:
+        if self.preset == "full":
+            self.long.run(context)
+        self.short.run(context)
 
-        Args:
-            store: the store of finished runs.
-            context: preset, device, data, time.
-            processes: number of processes that share the device for long runs. These are not timed: each method
-                has one run that has the device to itself.
-        """
-        began = time.monotonic()
-        if context.preset == "full" and not self.long.run_missing(store, context, processes):
-            return
-        if context.time_budget is not None:
-            context = replace(context, time_budget=context.time_budget - (time.monotonic() - began))
-        self.short.run(store, context)
-
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
-        long = {each.id: each for each in self.long.judge(store, preset)} if preset == "full" else {}
-        short = self.short.judge(store, preset)
-        rule = f"{self.short.settings(preset)['epochs']} epochs"
+    def judge(self) -> list[Judgement]:
+        long = {each.id: each for each in self.long.judge()} if self.preset == "full" else {}
+        short = self.short.judge()
+        rule = f"{self.short.settings['epochs']} epochs"
         return add_alternatives(
             [long.get(each.id, each) for each in short], rule, [replace(each, alternatives=()) for each in short]
         )
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        long = self.long.pictures(store, preset) if self._long_methods(store, preset) else []
-        return [*long, *self.short.pictures(store, preset)]
+    def pictures(self) -> list[Picture]:
+        long = self.long.pictures() if self._long_methods() else []
+        return [*long, *self.short.pictures()]
 
-    def tables(self, store: Store, preset: Preset) -> list[Table]:
-        long = self.long.tables(store, preset) if self._long_methods(store, preset) else []
-        return [*long, *self.short.tables(store, preset)]
+    def tables(self) -> list[Table]:
+        long = self.long.tables() if self._long_methods() else []
+        return [*long, *self.short.tables()]
 
-    def remarks(self, store: Store, preset: Preset) -> list[str]:
-        run = self.short.finished_runs(store, preset)[-1]
+    def remarks(self) -> list[str]:
+        run = self.short.finished_runs()[-1]
         counts = run.config["data"]
         whose = "Imagenette's" if counts["train"] == _IMAGENETTE else "a folder's"
         remark = (
             f"The images are {whose} {counts['train']:,} of {counts['classes']} classes at {run.config['crop']} px, "
-            f"not ImageNet's 1.28 million of 1,000 classes at 224 px, and there are {self._epochs(store, preset)} "
+            f"not ImageNet's 1.28 million of 1,000 classes at 224 px, and there are {self._epochs()} "
             "epochs of them, not 40: what is found is about this small task."
         )
         steps = counts["train"] // run.config["batch"]
@@ -113,32 +78,18 @@ class ResnetExperiment(Experiment):
             f"{_STEPS_THERE / steps:.0f} times as often by steps, and costs as much more of the time. SOAP 100 is "
             "renewed less than once an epoch here, a hundred times there."
         )
-        return [remark, renewed, *self._long_remark(store, preset)]
+        return [remark, renewed, *self._long_remark()]
 
-    def _epochs(self, store: Store, preset: Preset) -> int:
-        runs = self.long if self._long_methods(store, preset) else self.short
-        return int(runs.settings(preset)["epochs"])
+    def _epochs(self) -> int:
+        runs = self.long if self._long_methods() else self.short
+        return int(runs.settings["epochs"])
 
-    def _long_methods(self, store: Store, preset: Preset) -> list[str]:
+    def _long_methods(self) -> list[str]:
         """Return the methods that have all of their long runs, if there are enough of them to judge by."""
-        if preset != "full":
-            return []
-        return list(self.long.complete_runs(store, preset))
+        return list(self.long.complete_runs()) if self.preset == "full" else []
 
-    def _long_remark(self, store: Store, preset: Preset) -> list[str]:
-        if preset != "full":
-            return []
-        settings = self.long.settings(preset)
-        length = f"{settings['epochs']} epochs"
-        there = self._long_methods(store, preset)
-        if not there:
-            begun = self.long.reported_runs(store, preset)
-            return [f"Not run{' to their end' if begun else ''}: runs of {length}."]
-        if missing := [method for method in settings["methods"] if method not in there]:
-            return [f"Not run with {length}: {', '.join(missing)}; what is claimed of these is judged by short runs."]
-        late = self.long.still_falling(store, preset)
-        remark = (
-            f"{len(late)} of {len(there)} methods have their lowest validation loss in the last tenth of the epochs: "
-            f"these have not come to rest, as those of the paper had after {self.paper['epochs']} epochs."
-        )
-        return [remark]
+    def _long_remark(self) -> list[str]:
+        settings, there = self.long.settings, self._long_methods()
+        missing = [method for method in settings["methods"] if method not in there] if self.preset == "full" else []
+        length, names = f"{settings['epochs']} epochs", ", ".join(missing)
+        return [f"Not run with {length}: {names}; what is claimed of these is judged by short runs."] if missing else []

@@ -16,32 +16,19 @@ SOAP_ONCE, SOAP_100, SOAP_OURS, SOAP_EPOCH, SOAP_10 = (
 
 @dataclass(frozen=True)
 class Claim:
-    """The claim that a method has a smaller number than another one.
+    """The claim that a method has a smaller number than another one."""
 
-    Attributes:
-        name: the last part of the claim's id.
-        statement: the claim in words.
-        measure: the compared quantity.
-        method: the method with the smaller number.
-        other: the method with the larger number.
-        part: the largest allowed ratio of the two; strictly less than one by default.
-        paper: both numbers in the paper.
-        threshold: says that the ratio is our choice.
-        kind: a claim of the paper, or our reading of a figure.
-    """
-
-    name: str
+    name: str  # the last part of the claim's id
     statement: str
-    measure: str
+    measure: str  # the compared quantity
     method: str
     other: str
-    part: float | None = None
-    paper: str = ""
-    threshold: str = ""
+    part: float | None = None  # the largest allowed ratio of the two; strictly less than one by default
+    paper: str = ""  # both numbers in the paper
+    threshold: str = ""  # says that the ratio is our choice
     kind: Kind = "claim"
 
     def holds(self, one: float, other: float) -> bool:
-        """Return True if the claim holds for the two numbers."""
         return one < other if self.part is None else one <= self.part * other
 
 
@@ -98,7 +85,6 @@ _COMPARED = (
 
 
 def _paper_numbers(measure: str, method: str, other: str) -> str:
-    """Return the paper's numbers."""
     if measure == "validation" and other == SOAP_100:
         return "1.19 and 1.22"
     numbers = {"epochs": _EPOCHS, "seconds": _HOURS}.get(measure)
@@ -121,23 +107,8 @@ def claims(soap: str) -> Iterator[Claim]:
     """Return all claims, with the SOAP that stands for SOAP 100."""
     for name, words, measure, method, other in _COMPARED:
         one, two = (soap if each == SOAP_100 else each for each in (method, other))
-        part = _PARTS.get(name)
+        part, paper = _PARTS.get(name), _paper_numbers(measure, method, other)
         threshold = _NEARLY[measure] if part == _COMPETITIVE else ""
-        yield Claim(
-            name,
-            words.format(soap=soap),
-            measure,
-            one,
-            two,
-            part,
-            _paper_numbers(measure, method, other),
-            threshold,
-        )
-    yield Claim(
-        "validation",
-        "EGOP each epoch validates lower than SOAP each epoch.",
-        "validation",
-        PERIODIC,
-        SOAP_EPOCH,
-        kind="reading",
-    )
+        yield Claim(name, words.format(soap=soap), measure, one, two, part, paper, threshold)
+    words = "EGOP each epoch validates lower than SOAP each epoch."
+    yield Claim("validation", words, "validation", PERIODIC, SOAP_EPOCH, kind="reading")

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
 from egop_lab.builders import import_pytorch_optimizer
 from egop_lab.data import images
-from egop_lab.experiments.base import Experiment, Judgement, Table, count_decades, make_alternative, to_verdict
+from egop_lab.experiments.base import Experiment, Judgement, Table, count_decades, to_verdict
 from egop_lab.experiments.curves import bar_panel, first_below, median, quartiles
 from egop_lab.experiments.resnet_claims import ADAMW, AROUND, PAPER, SOAP_10, SOAP_100, SOAP_OURS, Claim, claims
 from egop_lab.formatting import pluralize
 from egop_lab.gpu import describe_precision, fast_math
 from egop_lab.methods import RESNET
 from egop_lab.plots.picture import Panel, Picture, Series
-from egop_lab.training.context import Context, Preset
-from egop_lab.training.records import Record, Store
+from egop_lab.training.context import Context
+from egop_lab.training.records import Record
 from egop_lab.training.resnet import Run
-from egop_lab.training.sweeps import TUNING
-from egop_lab.training.timed_runs import Trials, shared_config
-from egop_lab.training.tuning import best_rate, is_tuning
+from egop_lab.training.tuning import TUNING, is_tuning, search_rates
 
 _NEAR = 1.05  # the paper's target, relative to the lowest validation loss of SOAP with frequent refreshes
 
@@ -38,121 +38,83 @@ class ShortRuns(Experiment):
     """Runs of ten epochs, with online bases, SOAP every 10 steps and Muon too."""
 
     id: ClassVar[str] = "resnet"
-    title: ClassVar[str] = "A residual network on Imagenette, ten classes of ImageNet"
-    figures: ClassVar[str] = "the figure and table on residual networks; supplementary: validation loss, accuracy"
     training = Run
+    ladder: ClassVar[Sequence[float]] = ()  # where to search beyond the rates of the settings
     soap: ClassVar[str] = SOAP_10  # the SOAP with frequent refreshes
     claims: ClassVar[Sequence[Claim]] = tuple(claims(SOAP_10))
     picture_name: ClassVar[str] = "resnet"  # prefix of its pictures' names
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        full = preset == "full"
-        return {
+    @property
+    def settings(self) -> dict[str, Any]:
+        return super().settings | {
             "methods": [method for method in RESNET if method not in _NEW],
-            "rates": [3e-4, 1e-3, 3e-3] if full else [1e-3],
-            "trials": 3 if full else 2,
-            "tuning trials": 1,
-            "epochs": 10 if full else 2,
-            "tuning epochs": 3 if full else 1,
-            "rate": "the highest accuracy of ten crops after the tuning epochs",
-            "batch": 128 if full else 32,
-            "weight decay": 1e-4,
-            "side": 112 if full else 40,
-            "crop": 96 if full else 32,
-            "depths": [3, 4, 6, 3] if full else [1, 1, 1, 1],
-            "width": 64 if full else 8,
-            "seconds": "training and bases, no evaluation; on a GPU the network is replayed as a CUDA graph",
-            "data": "Imagenette, ten classes of ImageNet",
-            "precision": "on a GPU the network computes in bfloat16, with weights in float32",
-            "validation": "the central crop after every epoch, ten crops at the end",
             "target": f"{_NEAR:g} times the lowest median validation loss of {self.soap} after any epoch; beside it "
             "AdamW's lowest median, and the same part of the median of each trial's lowest",
-            "SOAP": "renewed never, each epoch and every 100 or 10 steps; 100 are more than an epoch here, "
-            "a hundredth of one in the paper; its own betas (0.95, 0.95), a basis for every dimension of a kernel; "
-            "ours has one for inputs and kernel together",
-            "rho": "of a basis that is renewed each epoch: the point itself, with other batches; with scale 0.01 a "
-            "normal distribution around it with that standard deviation",
-            "images": ["all", "all"] if full else [320, 160],
-            **({} if full else {"samples": 32}),  # in the full preset, enough for a thousand gradients per kernel
         }
 
-    def run(self, store: Store, context: Context) -> None:
-        trials = self.trials(store, context)
-        methods = self.settings(context.preset)["methods"]
-        with fast_math(context.device):
-            first = [method for method in methods if method not in OPTIONAL]
-            self._tune_and_run(trials, first) and self._tune_and_run(trials, OPTIONAL)
+    @property
+    def groups(self) -> Sequence[Sequence[str]]:
+        """The methods by importance: those of one group are tuned and run before the next one."""
+        return [method for method in self.settings["methods"] if method not in OPTIONAL], OPTIONAL
 
-    def source(self, context: Context) -> dict[str, Any]:
-        """Return the arguments for loading the images."""
-        settings = self.settings(context.preset)
-        limits = [None if count == "all" else count for count in settings["images"]]
-        return {
-            "folder": context.data,
-            "side": settings["side"],
-            "crop": settings["crop"],
-            "device": context.device,
-            "limits": (limits[0], limits[1]),
-            "workers": context.workers,
-        }
-
-    def trials(self, store: Store, context: Context) -> Trials:
-        settings, device = self.settings(context.preset), context.device
-        data = images.load(**self.source(context))
+    def run(self, context: Context) -> None:
+        settings, device = self.settings, context.device
+        limits: Any = tuple(None if count == "all" else count for count in settings["images"])
+        data = images.load(
+            context.data,
+            side=settings["side"],
+            crop=settings["crop"],
+            device=device,
+            limits=limits,
+            workers=context.workers,
+        )
         names = ("batch", "weight decay", "side", "crop", "depths", "width", "samples")
         common = {key: settings[key] for key in names if key in settings}
         common |= {"data": data.counts, "precision": describe_precision(device)}
-        warm = False
+        warm_up = cache(self._warm_up)
 
-        def warm_up(config: dict[str, Any]) -> None:
-            """Run an epoch and decompositions untimed on a GPU, so that no timed run pays for their setup."""
-            nonlocal warm
-            if warm:
-                return
-            import_pytorch_optimizer(SOAP_10)  # takes seconds to import
-            if device.type == "cuda":
-                self.training(data, config | {"method": ADAMW, "epochs": 1}, device)(progress=False)
-                torch.linalg.eigh(torch.eye(64, dtype=torch.float64, device=device))
-                torch.linalg.qr(torch.eye(64, device=device))
-            warm = True
+        def do(**entries: Any) -> None:
+            if (config := self.config(**entries, **common)) not in self.store:
+                warm_up(data, device)
+                self.do_missing([config], lambda config: self.training(data, config, device)(context.progress), device)
 
-        return Trials(
-            store,
-            context,
-            lambda **entries: self.config(context.preset, **entries, **common),
-            lambda config: self.training(data, config, device),
-            warm_up,
-        )
+        def search(method: str) -> tuple[float, list[float]]:
+            return self._search(method, [run for run in self.records() if _shared_config(run) == self.config(**common)])
 
-    def _tune_and_run(self, trials: Trials, methods: Sequence[str]) -> bool:
-        """Tune some methods and do their runs; return False when the time is over."""
-        settings = self.settings(trials.context.preset)
-        seeds = range(TUNING, TUNING + settings["tuning trials"])
-        tuning = [(method, lr, seed) for method in methods for lr in settings["rates"] for seed in seeds]
-        epochs = settings["tuning epochs"]
-        if not all(trials.do(method=method, lr=lr, epochs=epochs, seed=seed) for method, lr, seed in tuning):
-            return False
-        best = {method: self.find_rate(settings, trials.done, method) for method in methods}
-        reported = [(seed, method) for seed in range(settings["trials"]) for method in methods]
-        epochs = settings["epochs"]
-        return all(trials.do(method=method, lr=best[method], epochs=epochs, seed=seed) for seed, method in reported)
+        with fast_math(device):
+            for methods in self.groups:
+                for method in methods:
+                    while rates := search(method)[1]:
+                        for lr, seed in itertools.product(rates, range(TUNING, TUNING + settings["tuning trials"])):
+                            do(method=method, lr=lr, epochs=settings["tuning epochs"], seed=seed)
+                for seed, method in itertools.product(range(settings["trials"]), methods):
+                    do(method=method, lr=search(method)[0], epochs=settings["epochs"], seed=seed)
+
+    def _warm_up(self, data: images.HeldImages, device: torch.device) -> None:
+        """Run an epoch and decompositions untimed on a GPU, so that no timed run pays for their setup."""
+        import_pytorch_optimizer(SOAP_10)  # takes seconds to import
+        if device.type == "cuda":
+            first = {"method": ADAMW, "lr": self.settings["rates"][0], "epochs": 1, "seed": TUNING}
+            self.training(data, self.settings | first, device)(progress=False)
+            torch.linalg.eigh(torch.eye(64, dtype=torch.float64, device=device))
+            torch.linalg.qr(torch.eye(64, device=device))
 
     def required_methods(self) -> set[str]:
         """Return the methods whose runs must all be there; others are shown with those they have."""
         return {method for claim in self.claims for method in (claim.method, claim.other)}
 
-    def finished_runs(self, store: Store, preset: Preset) -> list[Record]:
+    def finished_runs(self) -> list[Record]:
         """Return the runs on the same data and with the same settings as the last one."""
-        runs = self.records(store, preset)
-        return [run for run in runs if shared_config(run) == shared_config(runs[-1])]
+        runs = self.records()
+        return [run for run in runs if _shared_config(run) == _shared_config(runs[-1])]
 
-    def reported_runs(self, store: Store, preset: Preset) -> Runs:
+    def reported_runs(self) -> Runs:
         """Return each method's runs at its chosen rate."""
-        settings, done, required = self.settings(preset), self.finished_runs(store, preset), self.required_methods()
+        settings, done, required = self.settings, self.finished_runs(), self.required_methods()
         by_method: Runs = {}
         for method in settings["methods"]:
             try:
-                wanted = (method, self.find_rate(settings, done, method), settings["epochs"])
+                wanted = (method, self.choose_rate(method), settings["epochs"])
                 runs = [run for run in done if not is_tuning(run) and run_key(run) == wanted]
                 if len(runs) < (settings["trials"] if method in required else 1):
                     raise LookupError(f"{method} has {len(runs)} of {settings['trials']} runs")
@@ -163,21 +125,18 @@ class ShortRuns(Experiment):
                 by_method[method] = runs
         return by_method
 
-    def choose_rate(self, store: Store, preset: Preset, method: str) -> float:
-        """Return a method's learning rate."""
-        return self.find_rate(self.settings(preset), self.finished_runs(store, preset), method)
-
-    def find_rate(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> float:
+    def choose_rate(self, method: str) -> float:
         """Return the rate of the highest median ten-crop accuracy on the tuning trials: the paper's rule."""
-        runs = [run for run in self.tuning_runs(settings, done, method) if run.config["lr"] in settings["rates"]]
-        if missing := set(settings["rates"]) - {run.config["lr"] for run in runs}:
-            raise LookupError(f"{method} has no tuning run with learning rate {', '.join(map(str, sorted(missing)))}")
-        return best_rate(runs, inaccuracy)
+        best, left = self._search(method, self.finished_runs())
+        if left:
+            raise LookupError(f"{method} has no tuning run with learning rate {', '.join(map(str, left))}")
+        return best
 
-    def tuning_runs(self, settings: Mapping[str, Any], done: Sequence[Record], method: str) -> list[Record]:
-        """Return the runs that choose a method's learning rate."""
-        own = [run for run in done if is_tuning(run) and run.config["method"] == method]
-        return [run for run in own if run.config["epochs"] == settings["tuning epochs"]]
+    def _search(self, method: str, done: Sequence[Record]) -> tuple[float, list[float]]:
+        """Return a method's best rate, and the rates to try before it is known."""
+        rates, epochs = self.settings["rates"], self.settings["tuning epochs"]
+        own = [run for run in done if is_tuning(run) and run_key(run)[::2] == (method, epochs)]
+        return search_rates(self.ladder or rates, rates, own, inaccuracy)
 
     def measures(self, goal: float) -> Measures:
         """Return the compared quantities by name; the goal is a validation loss."""
@@ -204,60 +163,54 @@ class ShortRuns(Experiment):
             f"to {_NEAR:g} times the median of {self.soap}'s lowest ones": _NEAR * own,
         }
 
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
-        return self.judge_claims(self.reported_runs(store, preset), preset, self.claims)
+    def judge(self) -> list[Judgement]:
+        return self.judge_claims(self.reported_runs(), self.claims)
 
-    def judge_claims(self, runs: Runs, preset: Preset, claims: Sequence[Claim]) -> list[Judgement]:
+    def judge_claims(self, runs: Runs, claims: Sequence[Claim]) -> list[Judgement]:
         """Judge some claims by these runs, for every goal."""
         (_, goal), *others = self.goals(runs).items()
-        judged = [self._judge_claim(claim, runs, goal, preset) for claim in claims]
+        judged = [self._judge_claim(claim, runs, goal) for claim in claims]
         for rule, goal in others:
-            pairs = zip(judged, [self._judge_claim(claim, runs, goal, preset) for claim in claims], strict=True)
-            judged = [
-                one
-                if _adds_nothing(other, one)
-                else replace(one, alternatives=(*one.alternatives, make_alternative(rule, other)))
-                for one, other in pairs
-            ]
+            pairs = zip(judged, [self._judge_claim(claim, runs, goal) for claim in claims], strict=True)
+            judged = [one if _adds_nothing(other, one) else one.add_alternative(rule, other) for one, other in pairs]
         return judged
 
-    def _judge_claim(self, claim: Claim, runs: Runs, goal: float, preset: Preset) -> Judgement:
+    def _judge_claim(self, claim: Claim, runs: Runs, goal: float) -> Judgement:
         if claim.measure == "training error" and not _has_training_accuracy(runs, claim.method, claim.other):
             found = "Accuracy on training images was not recorded; the training loss was."
             return Judgement(f"{self.id}/{claim.name}", claim.statement, "cannot be judged", found)
-        judged = self._compare(claim, runs, goal, preset)
+        judged = self._compare(claim, runs, goal)
         if claim.measure != "validation":
             return judged
-        ten = self._compare(replace(claim, measure="ten-crop loss"), runs, goal, preset)
-        beside = make_alternative("ten crops, as the paper evaluates, but at the end only", ten)
-        return replace(judged, alternatives=(beside,))
+        ten = self._compare(replace(claim, measure="ten-crop loss"), runs, goal)
+        return judged.add_alternative("ten crops, as the paper evaluates, but at the end only", ten)
 
-    def _compare(self, claim: Claim, runs: Runs, goal: float, preset: Preset) -> Judgement:
+    def _compare(self, claim: Claim, runs: Runs, goal: float) -> Judgement:
         what, number = self.measures(goal)[claim.measure]
         both = [runs[method] for method in (claim.method, claim.other)]
         one, other = (median([number(run) for run in own]) for own in both)
-        judged = preset == "full" and min(one, other) < math.inf  # nothing to compare if neither gets there
+        judged = self.preset == "full" and min(one, other) < math.inf  # nothing to compare if neither gets there
         whole = [median([_total(claim.measure, run) for run in own]) for own in both]
         numbers = f"{claim.method}: {format_number(one, 3)}; {claim.other}: {format_number(other, 3)}"
         return Judgement(
             f"{self.id}/{claim.name}",
             claim.statement,
             to_verdict(claim.holds(one, other)) if judged else "cannot be judged",
-            f"{what}: {numbers}.{'' if preset == 'full' else ' This preset is too small to judge by.'}",
+            f"{what}: {numbers}.{'' if self.preset == 'full' else ' This preset is too small to judge by.'}",
             claim.kind,
             claim.paper,
             claim.threshold,
             margin=count_decades(min(one, whole[0]), min(other, whole[1])) if judged else None,
         )
 
-    def timed_runs(self, store: Store, preset: Preset) -> Runs:
+    def timed_runs(self) -> Runs:
         """Return the runs that the time of an epoch is read from."""
-        return self.reported_runs(store, preset)
+        return self.reported_runs()
 
-    def tables(self, store: Store, preset: Preset) -> list[Table]:
+    def tables(self) -> list[Table]:
         """Compare what an epoch costs here and in the paper, the results, and the epochs that each trial needs."""
-        runs, timed = self.reported_runs(store, preset), self.timed_runs(store, preset)
-        epochs = self.settings(preset)["epochs"]
+        runs, timed = self.reported_runs(), self.timed_runs()
+        epochs = self.settings["epochs"]
         header = ("method", "rate", "trials", "lowest validation loss", "at epoch", "ten crops: loss", "accuracy")
         cost = ("seconds an epoch", "times AdamW's", "in the paper")
         rows = [self.row(method, records, timed) for method, records in runs.items()]
@@ -278,7 +231,6 @@ class ShortRuns(Experiment):
         ]
 
     def row(self, method: str, runs: Sequence[Record], timed: Runs) -> tuple[str, ...]:
-        """Return a method's row in the table."""
 
         def middle(name: str) -> float:
             return median([run.result[name] for run in runs])
@@ -299,8 +251,8 @@ class ShortRuns(Experiment):
             there,
         )
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        runs = self.reported_runs(store, preset)
+    def pictures(self) -> list[Picture]:
+        runs = self.reported_runs()
         goal = _lowest_median(runs[ADAMW])
         measures = self.measures(goal)
         horizontal = {f"target {value:.3f}": value for value in self.goals(runs).values()}
@@ -311,7 +263,7 @@ class ShortRuns(Experiment):
         def accuracy(title: str, name: str) -> Panel:
             return Panel(title, "epoch", "accuracy", lines(name), yscale="linear")
 
-        count = self.settings(preset)["trials"]
+        count = self.settings["trials"]
         fewer = "".join(f", {method}: {len(records)}" for method, records in runs.items() if len(records) < count)
         panels = [
             Panel("Training loss", "epoch", "loss", lines("training loss")),
@@ -341,6 +293,12 @@ class ShortRuns(Experiment):
                 ],
             ),
         ]
+
+
+def _shared_config(run: Record) -> dict[str, Any]:
+    """Return the part of a configuration that all compared runs have in common."""
+    keys = ("method", "lr", "epochs", "seed")
+    return {key: value for key, value in run.config.items() if key not in keys}
 
 
 def run_key(run: Record) -> tuple[str, float, int]:
@@ -378,7 +336,6 @@ def find_lowest_epoch(result: Mapping[str, Any]) -> int:
 
 
 def _lowest_median(runs: Sequence[Record]) -> float:
-    """Return the lowest median validation loss after any epoch."""
     return min(quartiles([run.result["validation loss"] for run in runs])[1])
 
 

@@ -11,16 +11,15 @@ import torch
 
 import egop
 from egop_lab.experiments.base import Experiment, Judgement, Table, to_verdict
-from egop_lab.experiments.controls import draw_rotation, open_beside, sweep_digits
+from egop_lab.experiments.controls import draw_rotation, sweep_digits
 from egop_lab.experiments.curves import median
 from egop_lab.experiments.digits import DigitsExperiment
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.training import batched
-from egop_lab.training.context import Context, Preset, make_record
+from egop_lab.training.batched import ORIGINAL, RANDOM
+from egop_lab.training.context import Context, make_record
 from egop_lab.training.digits import DigitsProblem, estimate, network
-from egop_lab.training.instances import RANDOM
-from egop_lab.training.records import Store
-from egop_lab.training.sweeps import ORIGINAL, TUNING
+from egop_lab.training.tuning import TUNING
 
 _BLOCK = "0.weight"  # the first layer, whose leading directions are compared
 _MOST, _ALIGNED, _HALF = 0.9, 0.9, 0.5
@@ -33,32 +32,14 @@ class SampleSizeExperiment(Experiment):
     """
 
     id: ClassVar[str] = "sample-size"
-    title: ClassVar[str] = "How many gradients a basis needs"
-    figures: ClassVar[str] = (
-        "nothing like it; its text says that M ≈ d gradients suffice. Rules were written down before the runs"
-    )
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        full = preset == "full"
-        return {
-            "gradients per dimension": [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0] if full else [1 / 4, 1.0],
-            "trials": 4 if full else 2,
-            "epochs": 200 if full else 30,
-            "rates": {"Adam": 0.08, "Adagrad": 0.08},
-            "directions": 50,  # about the stable rank of the first layer
-            "reference": 10 if full else 2,
-            "alignment": "of the leading directions with those of a basis from 10 d other gradients: ‖UᵀV‖²/k, from "
-            "k/d for random directions to 1",
-        }
-
-    def run(self, store: Store, context: Context) -> None:
-        settings = self.settings(context.preset)
+    def run(self, context: Context) -> None:
+        settings = self.settings
         reference: torch.Tensor | None = None
         for kind, share in {**_shares(settings), RANDOM: 0.0}.items():
             bases = functools.partial(_find_bases, share, settings["trials"])
             sweep_digits(
-                self.config,
-                store,
+                self,
                 context,
                 {name: [rate] for name, rate in settings["rates"].items()},
                 range(settings["trials"]),
@@ -66,25 +47,23 @@ class SampleSizeExperiment(Experiment):
                 kind,
                 functools.partial(_stack, bases),
             )
-            if left := store.missing(self._alignment_configs(context.preset, kind)):
+            if left := self.store.missing(self._alignment_configs(kind)):
                 if reference is None:
                     reference = _leading(estimate(TUNING, settings["reference"]), settings["directions"])
                 for config in left:
                     own = _leading(bases()[config["seed"]], settings["directions"])
                     overlap = float((reference.mT @ own).square().sum() / settings["directions"])
-                    store.add(make_record(config, {"alignment": overlap}, 0.0))
+                    self.store.add(make_record(config, {"alignment": overlap}, 0.0))
 
-    def _alignment_configs(self, preset: Preset, kind: str) -> list[dict[str, Any]]:
-        settings = self.settings(preset)
+    def _alignment_configs(self, kind: str) -> list[dict[str, Any]]:
+        settings = self.settings
         entries = {"kind": "alignment", "coordinates": kind, "directions": settings["directions"]}
-        return [
-            self.config(preset, **entries, reference=settings["reference"], seed=s) for s in range(settings["trials"])
-        ]
+        return [self.config(**entries, reference=settings["reference"], seed=s) for s in range(settings["trials"])]
 
-    def _finals(self, store: Store, preset: Preset, optimizer: str) -> dict[str, float]:
+    def _finals(self, optimizer: str) -> dict[str, float]:
         """Return the median final loss by kind of coordinates, original ones included."""
-        settings, digits = self.settings(preset), DigitsExperiment()
-        runs = digits.fresh_runs(open_beside(store, digits.id), preset, optimizer, ORIGINAL)
+        settings = self.settings
+        runs = self.beside(DigitsExperiment).fresh_runs(optimizer, ORIGINAL)
         rate, seeds = settings["rates"][optimizer], range(settings["trials"])
         finals = {
             ORIGINAL: median(
@@ -92,31 +71,31 @@ class SampleSizeExperiment(Experiment):
             )
         }
         for kind in (*_shares(settings), RANDOM):
-            own = self.records(store, preset, optimizer=optimizer, coordinates=kind)
+            own = self.records(optimizer=optimizer, coordinates=kind)
             if len(own) < settings["trials"]:
                 raise LookupError(f"{kind} has runs left")
             finals[kind] = median([run.result["final"] for run in own])
         return finals
 
-    def _gains(self, store: Store, preset: Preset) -> dict[str, dict[str, float]]:
+    def _gains(self) -> dict[str, dict[str, float]]:
         """Return for each optimizer the decades below original coordinates."""
         gains = {}
-        for optimizer in self.settings(preset)["rates"]:
-            finals = self._finals(store, preset, optimizer)
+        for optimizer in self.settings["rates"]:
+            finals = self._finals(optimizer)
             gains[optimizer] = {kind: math.log10(finals[ORIGINAL] / end) for kind, end in finals.items()}
         return gains
 
-    def _alignments(self, store: Store, preset: Preset) -> dict[str, float]:
-        kinds = (*_shares(self.settings(preset)), RANDOM)
-        found = {kind: self.records(store, preset, kind="alignment", coordinates=kind) for kind in kinds}
+    def _alignments(self) -> dict[str, float]:
+        kinds = (*_shares(self.settings), RANDOM)
+        found = {kind: self.records(kind="alignment", coordinates=kind) for kind in kinds}
         return {kind: median([run.result["alignment"] for run in runs]) for kind, runs in found.items()}
 
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
-        shares = _shares(self.settings(preset))
+    def judge(self) -> list[Judgement]:
+        shares = _shares(self.settings)
         (at,) = (kind for kind, share in shares.items() if share == 1)
         *_, last = shares
         judged = []
-        for optimizer, gains in self._gains(store, preset).items():
+        for optimizer, gains in self._gains().items():
             enough = next(kind for kind in shares if gains[kind] >= _MOST * gains[last])
             judged.append(
                 Judgement(
@@ -137,16 +116,16 @@ class SampleSizeExperiment(Experiment):
                     "control",
                 )
             )
-        aligned = self._alignments(store, preset)
+        aligned = self._alignments()
         words = "Control: the leading directions of d gradients are those of many more."
         finding = f"Alignment: {at}: {aligned[at]:.3f}; random: {aligned[RANDOM]:.3f}."
         rule = f"an alignment of {_ALIGNED:g}"
         verdict = to_verdict(aligned[at] >= _ALIGNED)
         return [*judged, Judgement("sample-size/aligned", words, verdict, finding, "control", threshold=rule)]
 
-    def tables(self, store: Store, preset: Preset) -> list[Table]:
-        finals = {name: self._finals(store, preset, name) for name in self.settings(preset)["rates"]}
-        gains, aligned = self._gains(store, preset), self._alignments(store, preset)
+    def tables(self) -> list[Table]:
+        finals = {name: self._finals(name) for name in self.settings["rates"]}
+        gains, aligned = self._gains(), self._alignments()
         rows = [
             (kind, f"{aligned[kind]:.3f}" if kind in aligned else "",
              *(cell for name in finals for cell in (f"{finals[name][kind]:.3g}", f"{gains[name][kind]:.2f}")))
@@ -155,14 +134,14 @@ class SampleSizeExperiment(Experiment):
         header = ("basis", "alignment", *(f"{name}: {what}" for name in finals for what in ("final loss", "gain")))
         return [Table("Medians over trials; gains in decades below original coordinates", header, tuple(rows))]
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        shares, aligned = _shares(self.settings(preset)), self._alignments(store, preset)
+    def pictures(self) -> list[Picture]:
+        shares, aligned = _shares(self.settings), self._alignments()
         places = list(shares.values())
         lines = [
             Series(name, places, [gains[kind] for kind in shares], method=name, egop=True)
-            for name, gains in self._gains(store, preset).items()
+            for name, gains in self._gains().items()
         ]
-        ends = {f"random, {name}": gains[RANDOM] for name, gains in self._gains(store, preset).items()}
+        ends = {f"random, {name}": gains[RANDOM] for name, gains in self._gains().items()}
         leading = Series("leading directions", places, [aligned[kind] for kind in shares], method="EGOP", egop=True)
         panels = [
             Panel("Gain", "M/d", "decades below original", lines, "log", "linear", horizontal=ends),
@@ -173,7 +152,6 @@ class SampleSizeExperiment(Experiment):
 
 
 def _shares(settings: Mapping[str, Any]) -> dict[str, float]:
-    """Return the gradients per dimension by kind of coordinates."""
     return {f"M = {share:g} d": share for share in settings["gradients per dimension"]}
 
 

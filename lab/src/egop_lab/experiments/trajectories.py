@@ -1,7 +1,7 @@
 """Trajectories: the paper's opening picture, Adagrad in the plane in both coordinates."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +13,9 @@ from egop_lab.experiments.curves import check_same_in_both, curve_series, median
 from egop_lab.experiments.tuned_experiment import single_threaded
 from egop_lab.plots.picture import Mark, Panel, Picture, Series
 from egop_lab.training import batched
-from egop_lab.training.context import Context, Preset, record_run
-from egop_lab.training.records import Record, Store
-from egop_lab.training.sweeps import EGOP, ORIGINAL, Sweep, run_sweep
+from egop_lab.training.batched import EGOP, ORIGINAL
+from egop_lab.training.context import Context
+from egop_lab.training.records import Record
 
 _PARTS = ("first", "second")
 _ALIGNED = 10.0  # degrees
@@ -63,67 +63,37 @@ class TrajectoriesExperiment(Experiment):
     """Adagrad from equivalent starts; SGD as a control, whose path must be the same in both."""
 
     id: ClassVar[str] = "trajectories"
-    title: ClassVar[str] = "Adagrad in the plane"
-    figures: ClassVar[str] = "Figure 1 (left)"
-    labels: ClassVar[tuple[str, ...]] = ("fig:opener-cartoon",)
-    paper: ClassVar[Mapping[str, str]] = {
-        "trials": "5",
-        "steps": "1000",
-        "learning rate": "30",
-        "problem": "n 100, decay 1.5; neither samples nor start named",
-        "shown seed": "chosen by its picture, not named",
-        "precision": "not named",
-    }
 
-    def settings(self, preset: Preset) -> dict[str, Any]:
-        return {
-            "trials": 5,
-            "steps": 1000,
-            "learning rate": 30.0,
-            "rates": [1.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 100.0],
-            "SGD rate": 0.1,
-            # The paper names neither M (its convex experiments have 5d) nor the start.
-            "problem": {"n": 100, "decay": 1.5, "samples": 10, "radius": 40.0},
-            # Like the paper, show an instance whose axes are clearly not aligned.
-            "shown seed": 11,
-            "precision": "float64",
-        }
-
-    def run(self, store: Store, context: Context) -> None:
+    def run(self, context: Context) -> None:
         with single_threaded(context) as context:
-            settings = self.settings(context.preset)
+            settings = self.settings
             sizes = settings["problem"]
             for optimizer, rates, every in (  # at each step if the path is drawn
                 ("Adagrad", [settings["learning rate"]], 1),
                 ("SGD", [settings["SGD rate"]], 10),
                 ("Adagrad", settings["rates"], settings["steps"]),
             ):
-                sweep = Sweep(
+                self.sweep(
+                    context,
+                    lambda seeds: Plane(seeds, **sizes),
+                    lambda problem, kind: problem.basis(kind),
                     rates={optimizer: rates},
-                    seeds=self._seeds(context.preset),
+                    seeds=self._seeds(),
                     coordinates=[ORIGINAL, EGOP],
                     steps=settings["steps"],
                     record_every=every,
-                    at_once=len(self._seeds(context.preset)),
                     extra={**sizes, "record every": every},
                 )
-                run_sweep(
-                    self.config,
-                    sweep,
-                    store,
-                    context,
-                    problem=lambda seeds: Plane(seeds, **sizes),
-                    basis=lambda problem, kind: problem.basis(kind),
-                )
-            for config in store.missing(self._geometry_configs(context.preset)):
-                record_run(store, config, lambda config: _measure_geometry(Plane([config["seed"]], **sizes)))
+            self.do_missing(
+                self._geometry_configs(), lambda config: _measure_geometry(Plane([config["seed"]], **sizes))
+            )
 
-    def judge(self, store: Store, preset: Preset) -> list[Judgement]:
-        seeds, rate = self._seeds(preset), self.settings(preset)["SGD rate"]
-        apart = [self._path_distance(store, preset, seed) for seed in seeds]
-        tilts = [self._geometry(store, preset, seed).result["tilt"] for seed in seeds]
+    def judge(self) -> list[Judgement]:
+        seeds, rate = self._seeds(), self.settings["SGD rate"]
+        apart = [self._path_distance(seed) for seed in seeds]
+        tilts = [self._geometry(seed).result["tilt"] for seed in seeds]
         original, turned = (median([pair[kind] for pair in tilts]) for kind in (ORIGINAL, EGOP))
-        one, other = (self._runs(store, preset, "SGD", kind, rate) for kind in (ORIGINAL, EGOP))
+        one, other = (self._runs("SGD", kind, rate) for kind in (ORIGINAL, EGOP))
         return [
             Judgement(
                 f"{self.id}/differ",
@@ -142,23 +112,21 @@ class TrajectoriesExperiment(Experiment):
                 threshold=f"within {_ALIGNED:g}°",
                 margin=count_decades(turned, original),
             ),
-            self._judge_solved(store, preset),
+            self._judge_solved(),
             check_same_in_both(f"{self.id}/SGD-same", "SGD", one, other, "loss", 1e-6),
         ]
 
-    def pictures(self, store: Store, preset: Preset) -> list[Picture]:
-        settings = self.settings(preset)
+    def pictures(self) -> list[Picture]:
+        settings = self.settings
         seed, rate = settings["shown seed"], settings["learning rate"]
         planes = [
-            self._draw_plane(store, preset, seed, ORIGINAL, "The loss in original coordinates", "coordinate"),
-            self._draw_plane(store, preset, seed, EGOP, "The same loss in EGOP coordinates", "eigenvector"),
+            self._draw_plane(seed, ORIGINAL, "The loss in original coordinates", "coordinate"),
+            self._draw_plane(seed, EGOP, "The same loss in EGOP coordinates", "eigenvector"),
         ]
         losses, sweeps = [], []
         for kind in (ORIGINAL, EGOP):
-            losses.append(curve_series(self._runs(store, preset, "Adagrad", kind, rate), "loss", "Adagrad", kind))
-            tried = [
-                run for each in settings["rates"] for run in self._runs(store, preset, "Adagrad", kind, each, True)
-            ]
+            losses.append(curve_series(self._runs("Adagrad", kind, rate), "loss", "Adagrad", kind))
+            tried = [run for each in settings["rates"] for run in self._runs("Adagrad", kind, each, True)]
             sweeps.append(rate_series(tried, _final, "Adagrad", kind, rate))
         return [
             Picture(
@@ -166,7 +134,7 @@ class TrajectoriesExperiment(Experiment):
                 f"Adagrad with learning rate {rate:g} on a log-sum-exp objective in the plane: one instance in two "
                 "coordinate systems, with level sets and the way taken in each; the loss above its minimum by step, "
                 "and after the last step by learning rate, medians and quartiles over "
-                f"{len(self._seeds(preset))} instances.",
+                f"{len(self._seeds())} instances.",
                 [
                     *planes,
                     Panel("Loss", "step", "loss above minimum", losses),
@@ -175,9 +143,9 @@ class TrajectoriesExperiment(Experiment):
             )
         ]
 
-    def _judge_solved(self, store: Store, preset: Preset) -> Judgement:
-        rates = [rate for rate in self.settings(preset)["rates"] if 30 <= rate <= 90]
-        runs = [run for rate in rates for run in self._runs(store, preset, "Adagrad", ORIGINAL, rate, True)]
+    def _judge_solved(self) -> Judgement:
+        rates = [rate for rate in self.settings["rates"] if 30 <= rate <= 90]
+        runs = [run for rate in rates for run in self._runs("Adagrad", ORIGINAL, rate, True)]
         medians = {rate: middle for rate, (_, middle, _) in quartiles_by_rate(runs, _final).items()}
         words = (
             "With learning rates from 30 to 90 Adagrad ends less than 1e-10 above the minimum in original coordinates."
@@ -186,49 +154,47 @@ class TrajectoriesExperiment(Experiment):
         holds = to_verdict(max(medians.values()) < 1e-10)
         return Judgement(f"{self.id}/solved", words, holds, finding, paper="< 1e-10")
 
-    def _seeds(self, preset: Preset) -> list[int]:
-        settings = self.settings(preset)
+    def _seeds(self) -> list[int]:
+        settings = self.settings
         return [*range(settings["trials"]), settings["shown seed"]]
 
-    def _runs(
-        self, store: Store, preset: Preset, optimizer: str, kind: str, rate: float, is_sweep: bool = False
-    ) -> list[Record]:
-        settings = self.settings(preset)
+    def _runs(self, optimizer: str, kind: str, rate: float, is_sweep: bool = False) -> list[Record]:
+        settings = self.settings
         every = settings["steps"] if is_sweep else 10 if optimizer == "SGD" else 1
         wanted = {"optimizer": optimizer, "coordinates": kind, "lr": rate, "steps": settings["steps"]}
-        return self.records(store, preset, **wanted, **settings["problem"], **{"record every": every})
+        return self.records(**wanted, **settings["problem"], **{"record every": every})
 
-    def _geometry_configs(self, preset: Preset) -> list[dict[str, Any]]:
-        sizes = self.settings(preset)["problem"]
-        return [self.config(preset, part="geometry", **sizes, seed=seed) for seed in self._seeds(preset)]
+    def _geometry_configs(self) -> list[dict[str, Any]]:
+        sizes = self.settings["problem"]
+        return [self.config(part="geometry", **sizes, seed=seed) for seed in self._seeds()]
 
-    def _geometry(self, store: Store, preset: Preset, seed: int) -> Record:
-        record = store.get(self._geometry_configs(preset)[self._seeds(preset).index(seed)])
+    def _geometry(self, seed: int) -> Record:
+        record = self.store.get(self._geometry_configs()[self._seeds().index(seed)])
         if record is None:
-            raise LookupError(f"{self.id}: the {preset} preset has not been run to its end; seed {seed} is missing.")
+            raise LookupError(f"{self.id}: seed {seed} is missing")
         return record
 
-    def _path(self, store: Store, preset: Preset, seed: int, kind: str) -> Tensor:
+    def _path(self, seed: int, kind: str) -> Tensor:
         """Return the path taken in some coordinates, in original coordinates, (steps + 1, 2)."""
-        runs = self._runs(store, preset, "Adagrad", kind, self.settings(preset)["learning rate"])
+        runs = self._runs("Adagrad", kind, self.settings["learning rate"])
         run = next(run for run in runs if run.config["seed"] == seed)
         return torch.tensor([run.result[f"{name} coordinate"] for name in _PARTS], dtype=torch.float64).mT
 
-    def _path_distance(self, store: Store, preset: Preset, seed: int) -> float:
-        original, turned = (self._path(store, preset, seed, kind) for kind in (ORIGINAL, EGOP))
-        least = torch.tensor(self._geometry(store, preset, seed).result["minimum"], dtype=torch.float64)
+    def _path_distance(self, seed: int) -> float:
+        original, turned = (self._path(seed, kind) for kind in (ORIGINAL, EGOP))
+        least = torch.tensor(self._geometry(seed).result["minimum"], dtype=torch.float64)
         return float((original - turned).norm(dim=-1).max() / (original[0] - least).norm())
 
-    def _draw_plane(self, store: Store, preset: Preset, seed: int, kind: str, title: str, axis: str) -> Panel:
+    def _draw_plane(self, seed: int, kind: str, title: str, axis: str) -> Panel:
         """Draw the level sets as one line with gaps, and the path that Adagrad takes in these coordinates."""
-        geometry = self._geometry(store, preset, seed).result
+        geometry = self._geometry(seed).result
         basis = geometry["basis"] if kind == EGOP else [[1, 0], [0, 1]]
         turn, least = (torch.tensor(value, dtype=torch.float64) for value in (basis, geometry["minimum"]))
         gap = torch.full((1, 2), math.nan, dtype=torch.float64)
         sets = [smooth(torch.tensor(ring, dtype=torch.float64), least) for ring in geometry["level sets"]]
         rings = torch.cat([part for ring in sets for part in (ring, gap)]) @ turn
-        path = self._path(store, preset, seed, kind) @ turn
-        start = self._path(store, preset, seed, ORIGINAL)[0] @ turn
+        path = self._path(seed, kind) @ turn
+        start = self._path(seed, ORIGINAL)[0] @ turn
         label = "Adagrad" if kind == ORIGINAL else "Adagrad, EGOP"
         lines = [
             Series("level sets", rings[:, 0].tolist(), rings[:, 1].tolist(), faint=True),
@@ -240,7 +206,6 @@ class TrajectoriesExperiment(Experiment):
 
 
 def _measure_geometry(plane: Plane) -> dict[str, Any]:
-    """Measure basis, minimum, tilt and level sets of one instance."""
     bases = plane.basis(EGOP)
     assert bases is not None
     basis, hessian = bases.blocks[0][1][0], plane.hessian(0)

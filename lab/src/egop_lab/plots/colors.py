@@ -25,20 +25,6 @@ _OTHERS = "#8a8a8a"
 # Black and dark violet would vanish on a dark page, and blue would be hard to see.
 _DARK |= {COLORS["Muon"]: "#e6e7e9", COLORS["EGOP"]: "#a58be0", COLORS["Adam"]: "#3d9bd8"}
 
-# Their counterparts in the report's HTML page.
-PAGE_COLORS = {
-    INK: "currentColor",
-    EDGE: "currentColor",
-    MUTED: "currentColor",
-    GRID: "var(--grid)",
-    BACK: "var(--back)",
-}
-PAGE_METHODS = {
-    COLORS["Muon"]: "currentColor",
-    COLORS["EGOP"]: "var(--violet)",
-    COLORS["Adam"]: "var(--blue)",
-}
-
 
 def assign_colors(methods: Iterable[str]) -> dict[str, str]:
     """Map methods to colours; known methods have the same colour in all pictures."""

@@ -4,11 +4,9 @@ Panels that share lines, or have many, get one legend below the figure. Figures 
 global changes and no display is needed. The same picture always gives the same bytes.
 """
 
-import html
-import io
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from pathlib import Path
 
 import matplotlib
@@ -27,8 +25,6 @@ from egop_lab.plots.colors import (
     GRID,
     INK,
     MUTED,
-    PAGE_COLORS,
-    PAGE_METHODS,
     assign_colors,
     build_dark_style,
 )
@@ -67,23 +63,18 @@ STYLE = {
 # Cut logarithmic axes at this fraction of the starting value: below it everything is rounding.
 _LOWEST = 1e-16
 # Sizes of a panel in inches: three narrow ones are as wide as a column of text.
-_NARROW, _WIDE, _ALONE, _HEIGHT = 3.1, 4.6, 6.4, 2.9
-
-
-def draw_picture(picture: Picture) -> Figure:
-    """Draw a picture, with its panels in rows of two or three."""
-    return _draw(picture, _ALONE)
+_WIDE, _ALONE, _HEIGHT = 4.6, 6.4, 2.9
 
 
 @matplotlib.rc_context(STYLE)  # type: ignore[arg-type]  # a plain dict of settings
-def _draw(picture: Picture, single_width: float) -> Figure:
-    """Draw a picture; ``single_width`` is the width of a panel that is the only one."""
+def draw_picture(picture: Picture) -> Figure:
+    """Draw a picture, with its panels in rows of two or three."""
     panels = picture.panels
     below = [panel for panel in panels if uses_shared_legend(panel, panels)]
     count = len(panels)
     narrow = below or all(panel.kind == "bar" for panel in panels)
     columns = 1 if count == 1 else 3 if narrow and count not in (2, 4) else 2
-    width = single_width if count == 1 else _WIDE * 2 / columns
+    width = _ALONE if count == 1 else _WIDE * 2 / columns
     heights = [max(map(_compute_height, panels[first : first + columns])) for first in range(0, count, columns)]
     handles = build_legend(below)
     longest = max((len(str(handle.get_label())) for handle in handles), default=0)
@@ -227,20 +218,12 @@ def _write_out_ticks(axis: Axis) -> None:
 
 
 @matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
-def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure in the format of the suffix (``.svg``, ``.png``, ``.pdf``).
-
-    An SVG has a style sheet that makes it dark for readers who prefer that.
-    """
-    path = Path(path)
-    kind = path.suffix.removeprefix(".")
-    # A date would make every file different; these two formats write one.
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as SVG, with a style sheet that makes it dark for readers who prefer that."""
     with replace_atomically(path) as temporary:
-        figure.savefig(temporary, format=kind, metadata=metadata, dpi=150)
-        if kind == "svg":
-            svg = _shorten_paths(temporary.read_text(encoding="utf-8"))
-            temporary.write_text(svg.replace("<defs>", f"{build_dark_style()}<defs>", 1), encoding="utf-8")
+        figure.savefig(temporary, format="svg", metadata={"Date": None})  # a date would make every file different
+        svg = _shorten_paths(temporary.read_text(encoding="utf-8"))
+        temporary.write_text(svg.replace("<defs>", f"{build_dark_style()}<defs>", 1), encoding="utf-8")
 
 
 def _shorten_paths(svg: str) -> str:
@@ -250,28 +233,3 @@ def _shorten_paths(svg: str) -> str:
         return re.sub(r"(\d\.\d\d)\d+", r"\1", match[0].replace("\n", ""))
 
     return re.sub(r' d="[^"]*"', shorten, svg)
-
-
-def embed_picture(picture: Picture) -> str:
-    """Return the panels of a picture as SVGs for the report's page, in its colours."""
-    panels = [Picture(picture.name, picture.caption, [panel]) for panel in picture.panels]
-    colors = PAGE_COLORS | PAGE_METHODS
-    return "".join(
-        _embed(_draw(one, _WIDE), f"{picture.name}-{index}", one.panels[0].title or picture.caption, colors)
-        for index, one in enumerate(panels, start=1)
-    )
-
-
-@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
-def _embed(figure: Figure, name: str, label: str, colors: Mapping[str, str]) -> str:
-    """Return a figure as SVG without namespaces and background, with prefixed identifiers and a page's colours."""
-    written = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(written, format="svg", metadata=nothing, transparent=True)
-    svg = written.getvalue()
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg[svg.index("<svg") :]).replace("xlink:href", "href")
-    svg = re.sub(r' (id|href)="(#?)', rf' \1="\2{name}-', svg).replace("url(#", f"url(#{name}-")
-    for color, replacement in colors.items():
-        svg = svg.replace(color, replacement)
-    role = f'role="img" aria-label="{html.escape(label, quote=True)}"'
-    return re.sub(r'(<svg) width="[^"]*" height="[^"]*"', lambda match: f"{match[1]} {role}", svg)

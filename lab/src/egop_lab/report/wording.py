@@ -7,7 +7,6 @@ from typing import Any
 from egop_lab.experiments.base import Experiment, Judgement
 from egop_lab.formatting import pluralize
 from egop_lab.report.failures import find_cause
-from egop_lab.training.context import Preset
 
 RULE = (
     "Selected automatically: among the paper's claims that compare two measured numbers and get the same verdict under "
@@ -16,10 +15,10 @@ RULE = (
 )
 
 
-def format_settings(experiment: Experiment, preset: Preset) -> list[tuple[str, str]]:
+def format_settings(experiment: Experiment) -> list[tuple[str, str]]:
     """Return names and values; nested settings have one row per part."""
     rows: list[tuple[str, str]] = []
-    for name, value in experiment.settings(preset).items():
+    for name, value in experiment.settings.items():
         parts = value if isinstance(value, Mapping) and any(isinstance(v, Mapping) for v in value.values()) else None
         rows += (
             [(f"{name}: {part}", format_value(own)) for part, own in parts.items()]
@@ -29,9 +28,9 @@ def format_settings(experiment: Experiment, preset: Preset) -> list[tuple[str, s
     return rows
 
 
-def describe_deviations(experiment: Experiment, preset: Preset) -> str:
+def describe_deviations(experiment: Experiment) -> str:
     """Say in a sentence where the settings differ from the paper's; return "" if the paper names none."""
-    ours = {name: format_value(value) for name, value in experiment.settings(preset).items()}
+    ours = {name: format_value(value) for name, value in experiment.settings.items()}
     if not experiment.paper:
         return ""
     differing = [f"{name}: {ours[name]} (paper: {there})" for name, there in experiment.paper.items()

@@ -123,15 +123,13 @@ class Part:
         return Traffic(2 * len(self.shapes), held.parameters + held.gradients)
 
 
-def plan_structure(
-    parameters: Mapping[str, Tensor], layers: Mapping[str, Role], structure: Structure, memory: int = sys.maxsize
-) -> Plan:
+def plan_structure(parameters: Mapping[str, Tensor], layers: Mapping[str, Role], structure: Structure) -> Plan:
     """Return the plan of ``"auto"`` with this structure as its only candidate.
 
     So embeddings, output heads and very wide weights are not rotated.
     """
     blocks = partition_parameters(parameters, layers, "parameter")
-    return make_plan(blocks, layers, "auto", memory, (structure,))
+    return make_plan(blocks, layers, "auto", sys.maxsize, (structure,))
 
 
 def split_model(parameters: Mapping[str, Tensor], plan: Plan, *, online: bool, on_cpu: bool = False) -> list[Part]:
@@ -285,7 +283,6 @@ def compare_methods(
     structures: Sequence[Structure] = STRUCTURES,
     *,
     ranks: int = 8,
-    memory: int | None = None,
     tokens: int | None = None,
 ) -> Report:
     """Estimate AdamW, Muon, SOAP, EGOP, and AdamW in each of some structures for a model.
@@ -294,7 +291,6 @@ def compare_methods(
         model: the model, on any device including meta.
         structures: each rotates the weights that ``"auto"`` would rotate with it, see :func:`plan_structure`.
         ranks: the number of devices.
-        memory: limit for all bases together, in bytes; None for no limit.
         tokens: for a language model, tokens per device in a step.
     """
     tensors = dict(model.named_parameters())
@@ -312,11 +308,7 @@ def compare_methods(
     for structure in structures:
         rank = getattr(structure, "rank", None)
         name = type(structure).__name__ + ("" if rank is None else f"({rank})")
-        try:
-            plan = plan_structure(parameters, layers, structure, sys.maxsize if memory is None else memory)
-        except MemoryError as error:
-            notes.append(f"{name}: {error}")
-            continue
+        plan = plan_structure(parameters, layers, structure)
         if not plan.chosen:
             notes.append(f"{name}: no weight is small enough for it, apart from embeddings and heads.")
             continue

@@ -27,6 +27,9 @@ from egop_lab.models.stacked import Point
 from egop_lab.training.loop import pad, run_epochs
 from egop_lab.training.updates import OPTIMIZERS, Rule
 
+# Kinds of coordinates; random rotations are a control.
+ORIGINAL, EGOP, RANDOM = "original", "EGOP", "random rotation"
+
 _WARM_UP = 2  # steps before the recording, in which libraries set themselves up
 
 
@@ -99,20 +102,12 @@ def train(
     progress: bool = False,
     graphs: bool = True,
 ) -> tuple[dict[str, Tensor], float]:
-    """Train every trial with every learning rate.
+    """Train every trial with every learning rate, in original coordinates unless there is a basis.
 
-    Args:
-        problem: the trials.
-        optimizer: a name in :data:`OPTIMIZERS`.
-        rates: the learning rate of each run.
-        steps: the number of steps.
-        weight_decays: AdamW's weight decay in each run, for weights (two or more dimensions) only; 0.01 by default.
-        basis: EGOP coordinates; original ones by default.
-        schedule: returns the factor of all rates after a number of periods.
-        record_every: steps between two evaluations (there is one before the first step).
-        schedule_every: a period of the schedule in steps; ``record_every`` by default.
-        progress: show a progress bar.
-        graphs: replay recorded steps if possible: on a GPU, with batches that are tensors.
+    AdamW decays weights (two or more dimensions) only: by 0.01, unless ``weight_decays`` has a number for each run.
+    ``schedule`` returns the factor of all rates after a number of periods of ``schedule_every`` steps, by default
+    ``record_every``, the steps between two evaluations (there is one before the first step). ``graphs`` replays
+    recorded steps if possible: on a GPU, with batches that are tensors.
 
     Returns:
         What ``problem.evaluate`` gave, (trials, rates, records) each, and the seconds of all steps together.

@@ -10,7 +10,6 @@ import egop
 from egop_lab.data.batches import Batches
 from egop_lab.data.digits import digits
 from egop_lab.models.small import cross_entropy, digits_network, xavier_
-from egop_lab.training.context import map_in_processes
 from egop_lab.training.networks import ImageTrials
 
 BATCH = 300
@@ -20,13 +19,12 @@ STEPS_PER_EPOCH = 13  # 3823 images in batches of 300, the last one smaller
 class DigitsProblem(ImageTrials):
     """Trials of the 64-32-10 network."""
 
-    def __init__(self, seeds: Sequence[int], device: torch.device, workers: int = 1) -> None:
+    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         super().__init__(seeds, network, make_generator, digits().to(device), BATCH)
-        self.device, self.workers = device, workers
+        self.device = device
 
     def bases(self) -> list[egop.Basis]:
-        """Estimate one basis per trial."""
-        return [basis.to(self.device) for basis in map_in_processes(estimate, self.seeds, self.workers)]
+        return [estimate(seed).to(self.device) for seed in self.seeds]
 
 
 def network(seed: int) -> nn.Module:

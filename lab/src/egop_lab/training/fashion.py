@@ -81,7 +81,6 @@ class Runs:
         return {**subsample(values[:_SHOWN].tolist(), leading=50), "samples": samples}
 
     def start(self, seed: int) -> nn.Module:
-        """Build the network at the start of a trial."""
         return normal_(fashion_network(), generator(seed, 0)).to(self.context.device)
 
     def _objective(self, seed: int) -> egop.Objective:

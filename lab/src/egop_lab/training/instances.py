@@ -8,9 +8,7 @@ from torch import Tensor
 
 import egop
 from egop_lab.training import batched
-from egop_lab.training.sweeps import EGOP, ORIGINAL
-
-RANDOM = "random rotation"  # a further kind of coordinates, as a control
+from egop_lab.training.batched import EGOP, ORIGINAL
 
 
 class Trials(batched.Problem):
@@ -23,7 +21,6 @@ class Trials(batched.Problem):
         self.seeds, self.samples, self.sizes = list(seeds), samples, {**sizes, "samples": samples}
 
     def single_trial(self, seed: int) -> Self:
-        """Build the problem of one trial."""
         return type(self)([seed], **self.sizes)
 
     def objective(self, seed: int) -> egop.Objective:
@@ -35,21 +32,21 @@ class Trials(batched.Problem):
 
         return egop.Objective.from_function(loss, {name: value[0] for name, value in trial.start().items()})
 
+    def estimate(self, seed: int, structure: egop.Structure) -> egop.Basis:
+        """Estimate the basis of one trial, one block per parameter."""
+        return egop.estimate(
+            self.objective(seed),
+            rho=egop.Gaussian(),
+            partition="parameter",
+            structure=structure,
+            samples=self.samples,
+            generator=torch.Generator().manual_seed(seed),
+            progress=False,
+        )
+
     def basis(self, coordinates: str) -> batched.Basis | None:
-        """Estimate a basis for each trial, one block per parameter; return None for original coordinates."""
+        """Estimate a basis for each trial; return None for original coordinates."""
         if coordinates == ORIGINAL:
             return None
-        return batched.Basis.stack(
-            [
-                egop.estimate(
-                    self.objective(seed),
-                    rho=egop.Gaussian(),
-                    partition="parameter",
-                    structure=egop.Full() if coordinates == EGOP else egop.extras.RandomRotation(seed=seed),
-                    samples=self.samples,
-                    generator=torch.Generator().manual_seed(seed),
-                    progress=False,
-                )
-                for seed in self.seeds
-            ]
-        )
+        structures = [egop.Full() if coordinates == EGOP else egop.extras.RandomRotation(seed=s) for s in self.seeds]
+        return batched.Basis.stack([self.estimate(*each) for each in zip(self.seeds, structures, strict=True)])

@@ -1,7 +1,6 @@
 """Trials of the multilayer linear network, with the three kinds of EGOP bases."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,13 +11,11 @@ from egop_lab.data.batches import Batches
 from egop_lab.data.matrices import random_orthonormal
 from egop_lab.models.small import linear_network, xavier_
 from egop_lab.training import batched
-from egop_lab.training.context import map_in_processes
+from egop_lab.training.batched import EGOP, ORIGINAL
 from egop_lab.training.networks import NetworkTrials
-from egop_lab.training.sweeps import EGOP, ORIGINAL
 
 WIDTHS = (10, 50, 30, 10)  # the paper's appendix has 10-30-50-10; the number of parameters is the same
 NAMES = tuple(f"{layer}.weight" for layer in range(len(WIDTHS) - 1))
-SIZE = sum(inputs * outputs for inputs, outputs in pairwise(WIDTHS))
 BATCH = 500
 BLOCK = "EGOP, block"
 FIRST = "EGOP, first layer"
@@ -31,16 +28,10 @@ class LinearProblem(NetworkTrials):
     """
 
     def __init__(
-        self,
-        seeds: Sequence[int],
-        samples: int,
-        gradients: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        workers: int = 1,
+        self, seeds: Sequence[int], samples: int, gradients: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(seeds, _build_network, _order, samples // 2, BATCH, dtype=dtype, device=device)
-        self.samples, self.gradients, self.workers = samples, gradients, workers
+        self.samples, self.gradients = samples, gradients
         pairs = [_draw_data(seed, samples) for seed in self.seeds]
         inputs = torch.stack([a for a, _ in pairs])
         train, validation = inputs[:, : samples // 2], inputs[:, samples // 2 : samples * 7 // 10]
@@ -66,9 +57,8 @@ class LinearProblem(NetworkTrials):
             return None
         partition = "global" if kind == EGOP else "parameter"
         if partition not in self._bases:
-            wanted = [(seed, self.samples, self.gradients, self._to["dtype"], partition) for seed in self.seeds]
-            bases = map_in_processes(estimate, wanted, self.workers)
-            self._bases[partition] = [basis.to(self._to["device"]) for basis in bases]
+            settings = self.samples, self.gradients, self._to["dtype"], partition
+            self._bases[partition] = [estimate(seed, *settings).to(self._to["device"]) for seed in self.seeds]
         stacked = batched.Basis.stack(self._bases[partition])
         return batched.Basis(stacked.blocks[:1]) if kind == FIRST else stacked
 
@@ -78,13 +68,11 @@ class LinearProblem(NetworkTrials):
 
 
 def _build_network(seed: int) -> nn.Module:
-    """Build the network at the start of a trial."""
     return xavier_(linear_network(*WIDTHS), _generator(seed, 0))
 
 
-def estimate(wanted: tuple[int, int, int, torch.dtype, Any]) -> egop.Basis:
-    """Estimate the basis of a trial from its seed, samples, gradients, precision and partition."""
-    seed, samples, gradients, dtype, partition = wanted
+def estimate(seed: int, samples: int, gradients: int, dtype: torch.dtype, partition: Any) -> egop.Basis:
+    """Estimate the basis of a trial."""
     inputs, target = (tensor.to(dtype) for tensor in _draw_data(seed, samples))
 
     def loss(model: nn.Module, batch: Any) -> Tensor:

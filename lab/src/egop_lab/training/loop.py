@@ -22,7 +22,6 @@ class Curve:
 
     @property
     def final(self) -> float:
-        """The final loss."""
         return self.loss[-1]
 
     def epochs_to(self, target: float) -> int | None:
@@ -90,19 +89,10 @@ def train(
     description: str = "training",
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> Curve:
-    """Train a model and evaluate it before the first epoch and after every one; see :func:`run_epochs`.
+    """Train a model in place and evaluate it before the first epoch and after every one; see :func:`run_epochs`.
 
-    Args:
-        model: trained in place, with each of its modules in the mode it is in.
-        optimizer: steps the model's parameters.
-        loss_fn: ``loss_fn(model, batch)``, a scalar.
-        batches: one pass over it is one epoch.
-        epochs: the number of passes.
-        evaluate: ``evaluate(model)`` returns named numbers, first ``"loss"`` over the whole training set; called in
-            evaluation mode, without gradients.
-        progress: show a progress bar on standard error.
-        description: its title.
-        scheduler: a learning-rate scheduler, advanced after every step.
+    One pass over the batches is one epoch. ``evaluate(model)`` is called in evaluation mode, without gradients, and
+    returns named numbers: first the loss over the whole training set. The scheduler is advanced after every step.
     """
     modes = [(module, module.training) for module in model.modules()]
 

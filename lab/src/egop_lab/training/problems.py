@@ -28,36 +28,22 @@ _BATCHES = 1000  # batches in one pass
 
 @dataclass(frozen=True)
 class Task:
-    """A problem with its random choices made.
+    """A problem with its random choices made."""
 
-    Attributes:
-        model: the model before training.
-        loss: the loss of the model on a batch.
-        batches: the training batches, which can be iterated over again.
-        held_out: batches for evaluation. Problems without noise are evaluated on what they are trained on.
-    """
-
-    model: nn.Module
-    loss: Loss
-    batches: Iterable[Any]
-    held_out: Sequence[Any]
+    model: nn.Module  # before training
+    loss: Loss  # of the model on a batch
+    batches: Iterable[Any]  # to train on; can be iterated over again
+    held_out: Sequence[Any]  # batches for evaluation; without noise, the same as those to train on
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A kind of training.
+    """A kind of training."""
 
-    Attributes:
-        kind: the kind of model.
-        half: "open" problems may be used to tune the advice; "frozen" ones only judge it.
-        make: builds the task for a seed and a data folder.
-        steps: length of a full training.
-    """
-
-    kind: str
-    half: Literal["open", "frozen"]
-    make: Callable[[int, str | None], Task]
-    steps: int = 500
+    kind: str  # of model
+    half: Literal["open", "frozen"]  # open ones may be used to tune the advice; frozen ones only judge it
+    make: Callable[[int, str | None], Task]  # builds the task for a seed and a data folder
+    steps: int = 500  # of a full training
 
 
 class RandomBatches:
@@ -230,8 +216,7 @@ _LENGTH = 33
 
 @functools.cache
 def _load_text(data: str | None, name: str) -> tuple[Tensor, Tensor]:
-    place = None if data is None else str(Path(data, "text", name))
-    found = text.load(place, torch.device("cpu"), smallest=100_000)
+    found = text.load(Path(data or "", "text", name))
     train = found.train[: len(found.train) // _LENGTH * _LENGTH].view(-1, _LENGTH)
     return train.clamp(max=127).long(), found.windows(_LENGTH, 192).clamp(max=127).long()
 

@@ -1,5 +1,7 @@
 """Records of finished runs, and the files that hold them."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
@@ -44,14 +46,18 @@ class Store:
     Runs that are added together share a line, in which what they have in common is written once. A line that is cut off
     (the process died while writing it) is dropped when the store is opened, and its runs are done again. Any other line
     that cannot be read is an error: records are never thrown away silently. The file is created with its folder when
-    the first record is added.
+    the first record is added. Without a path, records are only kept in memory.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self._records: dict[str, Record] = {}
-        if path.exists():
-            self._read()
+        if path is not None and path.exists():
+            self._read(path)
+
+    def open_beside(self, id: str) -> Store:
+        """Open the records of another experiment, in the same folder."""
+        return Store(None if self.path is None else self.path.with_name(f"{id}{self.path.suffix}"))
 
     def __len__(self) -> int:
         return len(self._records)
@@ -73,35 +79,39 @@ class Store:
     def add(self, *records: Record) -> None:
         """Append finished runs, all of them or none."""
         entries = [_make_entry(record) for record in records]
-        lines = "".join(_to_json(entry) + "\n" for entry in _merge_entries(entries))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        size = self.path.stat().st_size if self.path.exists() else 0
-        try:
-            with self.path.open("ab") as file:
-                file.write(lines.encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:  # for example a full disk: undo the partial write
-            if self.path.exists():
-                os.truncate(self.path, size)
-            raise
+        if self.path is not None:
+            _append(self.path, "".join(_to_json(entry) + "\n" for entry in _merge_entries(entries)))
         # Parse what was written, so that this process sees the same rounded numbers as one that resumes.
         self._records |= {record.key: record for record in map(_parse_record, entries)}
 
-    def _read(self) -> None:
-        content = self.path.read_bytes()
+    def _read(self, path: Path) -> None:
+        content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
-            os.truncate(self.path, whole)
+            os.truncate(path, whole)
         for number, line in enumerate(content[:whole].splitlines(), start=1):
             try:
                 records = [_parse_record(entry) for entry in _split_entry(json.loads(line))]
             except (ValueError, TypeError, KeyError) as error:
                 raise RecordError(
-                    f"Line {number} of {self.path} is not a record ({error}). Repair or delete that line; "
+                    f"Line {number} of {path} is not a record ({error}). Repair or delete that line; "
                     "the other records are fine."
                 ) from error
             self._records |= {record.key: record for record in records}
+
+
+def _append(path: Path, lines: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as file:
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # for example a full disk: undo the partial write
+        if path.exists():
+            os.truncate(path, size)
+        raise
 
 
 def _merge_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

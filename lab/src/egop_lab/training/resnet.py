@@ -1,6 +1,5 @@
 """Timed training of a residual network on images."""
 
-import functools
 import gc
 import math
 import time
@@ -14,12 +13,10 @@ from torch.nn import functional as F
 import egop
 from egop_lab.builders import Setup
 from egop_lab.data import images
-from egop_lab.gpu import capture_graphs, compute_outputs, fast_math, synchronize
+from egop_lab.gpu import capture_graphs, compute_outputs, synchronize
 from egop_lab.methods import RESNET
 from egop_lab.models.residual import ResidualNetwork, initialize_
-from egop_lab.training.context import make_record
 from egop_lab.training.loop import pad, train
-from egop_lab.training.records import Record
 
 _ROWS = 1000  # least number of kernel gradients for every convolution
 
@@ -158,21 +155,3 @@ class Run:
             right += (outputs.argmax(1) == labels).sum()
             count += len(labels)
         return float(total) / count, float(right) / count
-
-
-def train_in_process(source: Mapping[str, Any], ends: float, config: Mapping[str, Any]) -> Record | None:
-    """Train in a process that shares the device with others; return None when the time is over.
-
-    Its seconds say nothing of the method, so that they are not recorded. ``source`` are arguments for loading the
-    images, ``ends`` is a time by the monotonic clock, which processes share.
-    """
-    if time.monotonic() > ends:
-        return None
-    began, device = time.perf_counter(), source["device"]
-    with fast_math(device):
-        result = Run(_load_images(**source), config, device)(progress=False)
-    untimed = {"seconds": [math.nan] * len(result["seconds"])}
-    return make_record(config, result | untimed, time.perf_counter() - began, device)
-
-
-_load_images = functools.lru_cache(maxsize=1)(images.load)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from egop_lab.training.records import Record
-from egop_lab.training.sweeps import TUNING
+
+# First seed of tuning trials: no reported trial was used to choose a learning rate.
+TUNING = 10_000
 
 Evaluate = Callable[[Sequence[float]], Mapping[float, float]]
 Score = Callable[[Mapping[str, Any]], float]  # of a result; the smaller the better

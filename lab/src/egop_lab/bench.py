@@ -1,9 +1,8 @@
-"""Host time of an optimizer step on seven small linear layers, where Python takes longer than the arithmetic."""
+"""Measure what a step costs the host: ``egop-lab bench``. Steps on a GPU are timed in the race (``race.timing``)."""
 
 import gc
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import egop
+from egop_lab.formatting import format_table
 
 ADAMW, FIXED, FULL = "AdamW", "AdamW in a fixed Shared basis", "EGOP"
-TARGETS = {FIXED: "at most 1.4x", FULL: "at most 2x, 150 calls, 12 files"}
+TARGETS = {ADAMW: "", FIXED: "at most 1.4x", FULL: "at most 2x, 150 calls, 12 files"}
 _WIDTH, _LAYERS, _WARM_UP = 8, 7, 45  # 45 steps: past the first bases, and not at a renewal
 _LIBRARY = str(Path(egop.__file__).parent)
 
@@ -29,24 +29,30 @@ class Calls(NamedTuple):
     frames: int  # of all Python code, from the step down to the deepest call
 
 
-def run(device: torch.device, smoke: bool, rounds: int | None) -> Iterator[dict[str, Any]]:
-    """Measure on the CPU and in one thread whatever the device; methods take turns, so that all are disturbed alike."""
+def measure_steps(smoke: bool) -> str:
+    """Return a table of the host time of a step on seven small linear layers, where Python takes most of it.
+
+    Measure in one CPU thread; methods take turns, so that all are disturbed alike.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        trials = {name: make_trial(name) for name in (ADAMW, FIXED, FULL)}
+        trials = {name: make_trial(name) for name in TARGETS}
         calls = {name: count_calls(optimizer) for name, (_, optimizer) in trials.items()}
         times: dict[str, list[float]] = {name: [] for name in trials}
-        for _ in range(rounds or (2 if smoke else 15)):
+        for _ in range(2 if smoke else 15):
             for name, trial in trials.items():
                 times[name].append(_time_step(*trial, steps=2 if smoke else 100))
-        for name, seconds in times.items():
-            ratios = [own / adamw for own, adamw in zip(seconds, times[ADAMW], strict=True)]
-            row = {"method": name, "step": median(seconds), "step over AdamW": median(ratios), "rounds": len(ratios)}
-            row |= {"range": f"{min(ratios):.2f} to {max(ratios):.2f}", "target": TARGETS.get(name)}
-            yield row | {"calls": calls[name].own, "files": calls[name].files, "frames": calls[name].frames}
     finally:
         torch.set_num_threads(threads)
+    rows = []
+    for name, seconds in times.items():
+        ratios = [own / adamw for own, adamw in zip(seconds, times[ADAMW], strict=True)]
+        row = [name, _format_duration(median(seconds)), f"{median(ratios):.2f}x"]
+        rows.append([*row, f"{min(ratios):.2f} to {max(ratios):.2f}", TARGETS[name], *map(str, calls[name])])
+    return format_table(
+        ["method", "step", "/ AdamW", "over the rounds", "target", "own calls", "files", "frames"], rows
+    )
 
 
 def make_trial(name: str) -> tuple[nn.Module, Optimizer]:
@@ -113,3 +119,9 @@ def count_calls(optimizer: Optimizer, warm_up: int = _WARM_UP) -> Calls:
     finally:
         sys.setprofile(None)
     return Calls(len(files), len(set(files)), deepest)
+
+
+def _format_duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from egop_lab.experiments.base import Experiment
-from egop_lab.training import batched, sweeps
+from egop_lab.training import batched
+from egop_lab.training.batched import EGOP, ORIGINAL
 from egop_lab.training.context import Context
 from egop_lab.training.records import Store
-from egop_lab.training.sweeps import EGOP, ORIGINAL, Sweep
 
 
 class Bowl(batched.Problem):
@@ -25,18 +25,16 @@ class Bowl(batched.Problem):
 
 
 class Toy(Experiment):
-    id, title, figures = "toy", "Toy", "none"
+    id = "toy"
 
-    def settings(self, preset):
-        return {}
+    @classmethod
+    def declare(cls):
+        return {"title": "Toy", "figures": "none", "full": {}}
 
-    def run(self, store, context):
+    def run(self, context):
         pass
 
-    def judge(self, store, preset):
-        return []
-
-    def pictures(self, store, preset):
+    def judge(self):
         return []
 
 
@@ -50,7 +48,7 @@ def sweep(**changed):
         "at_once": 2,
         "extra": {"size": 1},
     }
-    return Sweep(**{**settings, **changed})
+    return settings | changed
 
 
 @pytest.fixture
@@ -67,21 +65,18 @@ def swept(tmp_path, monkeypatch):
             return train(made, optimizer, rates, *arguments, basis=basis, **options)
 
         monkeypatch.setattr(batched, "train", noted)
-        experiment = Toy()
         monkeypatch.setattr(Toy, "version", version)
         store = Store(path)
         turned = batched.Basis(((("x",), torch.ones(1, 1, 1, dtype=torch.float64)),))
-        sweeps.run_sweep(
-            experiment.config,
-            what,
-            store,
+        Toy("quick", store).sweep(
             Context(progress=False),
-            problem=problem,
-            basis=lambda made, kind: (
+            problem,
+            lambda made, kind: (
                 None
                 if kind == ORIGINAL
                 else batched.Basis(((("x",), turned.blocks[0][1].expand(len(made.seeds), 1, 1)),))
             ),
+            **what,
         )
         return store, trained
 
