@@ -20,7 +20,7 @@ from egop.optimizer.groups import name_groups, named_parameters
 from egop.optimizer.inner import BaseOptimizer
 from egop.optimizer.moments import Moments
 from egop.optimizer.refreshing import Refresh, Refresher, check_refresh
-from egop.optimizer.stacks import Stacks
+from egop.optimizer.stacks import Stack
 from egop.optimizer.state import (
     ExportedState,
     RestoredParts,
@@ -189,7 +189,7 @@ class ReparameterizedOptimizer(Optimizer):
         return display.format_text(type(self).__name__, self._engine) if self._engine.is_built else repr(self)
 
     @property
-    def stacks(self) -> Stacks:
+    def stacks(self) -> list[Stack]:
         """The blocks, stacked by kind and shape."""
         return self._engine.stacks
 

@@ -119,4 +119,4 @@ def _compute_image(optimizer: Rebasable, stack: Stack) -> tuple[Tensor, Tensor]:
     (momentum,), (mapped,) = optimizer.lookahead(stack)
     change, _ = stack.active_part()
     image = momentum.mT @ mapped if change.is_rowwise else momentum @ mapped.mT
-    return stack.summed(image), change.tensors["basis"]  # summed, so that every process finds the same rotation
+    return stack.sum_over_rows(image), change.tensors["basis"]  # summed, so that every process finds the same rotation

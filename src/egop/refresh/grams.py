@@ -11,8 +11,7 @@ from torch import Tensor
 
 from egop.basis import ChangeOfBasis
 from egop.distributed import to_full
-from egop.numerics import InPlaceGraph, Recorder
-from egop.optimizer import BoundBlock, Stack, Stacks
+from egop.optimizer import BoundBlock, Stack
 
 BlockRange = tuple[Stack, slice]  # consecutive blocks of a stack
 _PREFIX = "gram/"  # prefix of the names under which the matrices are saved
@@ -36,13 +35,12 @@ class GramMatrices:
         self.decay = decay
         self.by_block = dict(by_block or {})  # views of the stacked matrices, once these exist
         self._totals = set(totals)
-        self._stacks: Stacks | None = None
+        self._stacks: list[Stack] | None = None
         self._stacked: dict[Stack, dict[str, Tensor]] = {}  # of the stacks that can be renewed
         self._flat: dict[Stack, dict[str, Tensor]] = {}  # the same with one batch dimension
         self._all_seen: set[Stack] = set()  # stacks in which every block has received a gradient
-        self._add = InPlaceGraph(add_gradients, Recorder())
 
-    def follow(self, stacks: Stacks) -> None:
+    def follow(self, stacks: list[Stack]) -> None:
         """Arrange the matrices like these stacks. Call this before any method that takes a stack."""
         if self._stacks is stacks:
             return
@@ -62,11 +60,7 @@ class GramMatrices:
                 whole_stacks.append((stack.change, stack.gradients, grams))
             elif stack.active:
                 self._update_blocks(stack)
-        if self._stacks.still and whole_stacks:  # gradients are at the same addresses in every step
-            tensors = [tensor for _, gradients, grams in whole_stacks for tensor in (*gradients, *grams.values())]
-            self._add.run(tensors, whole_stacks, self.decay)
-        else:
-            add_gradients(whole_stacks, self.decay)
+        add_gradients(whole_stacks, self.decay)
 
     def stacked(self, stack: Stack) -> dict[str, Tensor]:
         """Return the Gram matrices of a stack's blocks."""
@@ -89,7 +83,7 @@ class GramMatrices:
     def traces(self, stack: Stack) -> list[float]:
         """Return the trace of one Gram matrix of each block, which is zero if all its gradients were zero."""
         gram = next(iter(self._stacked[stack].values()))
-        traces: list[float] = stack.summed(gram.diagonal(dim1=-2, dim2=-1).flatten(1).sum(1)).tolist()
+        traces: list[float] = stack.sum_over_rows(gram.diagonal(dim1=-2, dim2=-1).flatten(1).sum(1)).tolist()
         return traces
 
     def forget(self, names: Iterable[str]) -> None:
@@ -116,7 +110,7 @@ class GramMatrices:
                     _zero_grams(block.change) if block.name in self._totals else grams
                     for block, grams in zip(stack.blocks, exported, strict=True)
                 ]
-            sums = {key: stack.summed(torch.stack([grams[key] for grams in exported])) for key in exported[0]}
+            sums = {key: stack.sum_over_rows(torch.stack([grams[key] for grams in exported])) for key in exported[0]}
             exported = [{key: total[index] for key, total in sums.items()} for index in range(len(exported))]
             for block, totals in zip(stack.blocks, exported, strict=True):
                 if block.name not in self._totals and self.has_seen(block):
@@ -156,9 +150,8 @@ class GramMatrices:
         return cls(decay, by_block, totals=by_block)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the stacks and recordings out of copies: they belong to this optimizer."""
-        own: dict[str, Any] = {"_stacks": None, "_stacked": {}, "_flat": {}, "_all_seen": set()}
-        return self.__dict__ | own | {"_add": InPlaceGraph(add_gradients, Recorder())}
+        """Leave the stacks out of copies: they belong to this optimizer."""
+        return self.__dict__ | {"_stacks": None, "_stacked": {}, "_flat": {}, "_all_seen": set()}
 
     def _arrange(self, stack: Stack) -> dict[str, Tensor]:
         """Stack the matrices of a new stack's blocks; drop those of another structure."""

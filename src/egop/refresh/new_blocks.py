@@ -23,7 +23,7 @@ from egop.basis import (
 )
 from egop.formatting import parse_bytes
 from egop.numerics import identity_matrices
-from egop.optimizer import Rebasable, Refresh, Refresher, Stacks, find_user_level, named_parameters
+from egop.optimizer import Rebasable, Refresh, Refresher, Stack, find_user_level, named_parameters
 
 
 class BlockCreatingRefresher(Refresher):
@@ -71,7 +71,7 @@ class BlockCreatingRefresher(Refresher):
         self.created, self.waiting = set(created), set(waiting)
         self._decided: set[str] = set()  # parameters that have been considered already
         self._undecided: list[tuple[str, Tensor]] = []  # the others outside every block
-        self._listed_for: tuple[Stacks, int] | None = None  # the stacks and the number of groups of that list
+        self._listed_for: tuple[list[Stack], int] | None = None  # the stacks and the number of groups of that list
 
     @property
     def unrotated(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from egop.basis import Partition, StructureChoice, check_structure
 from egop.distributed import to_full
 from egop.numerics import GraphedFunction, Recorder, SideStream, check_fraction, check_positive_int, exact_products
-from egop.optimizer import BoundBlock, Moments, Rebasable, Refresh, Refresher, Stack, Stacks, check_moments
+from egop.optimizer import BoundBlock, Moments, Rebasable, Refresh, Refresher, Stack, check_moments
 from egop.refresh.eigenbases import (
     Renewal,
     clear_null_space,
@@ -113,7 +113,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
         self.grams = GramMatrices(config.decay)
         self.turns: dict[str, int] = {}  # for each block the step, modulo `every`, in which it is renewed
         self._due: dict[int, list[tuple[Stack, list[int]]]] = {}  # the blocks by turn
-        self._due_for: Stacks | None = None  # the stacks that these blocks are in
+        self._due_for: list[Stack] | None = None  # the stacks that these blocks are in
         self._pending: list[_NewBases] = []  # bases that have been computed but not installed yet
         self._side_stream = SideStream()
         self._renewal = self._record_renewal()
@@ -207,7 +207,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
     def _record_renewal(self) -> Renewal:
         return GraphedFunction(iterate, Recorder()) if self.config.tolerance is None else decompose
 
-    def _find_due(self, stacks: Stacks) -> list[BlockRange]:
+    def _find_due(self, stacks: list[Stack]) -> list[BlockRange]:
         """Find the blocks whose turn it is."""
         if self._due_for is not stacks:
             self._assign_turns(stacks)
@@ -221,7 +221,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
             for each in self.grams.find_ranges(stack, [index for index in indices if stack.blocks[index].is_trained])
         ]
 
-    def _assign_turns(self, stacks: Stacks) -> None:
+    def _assign_turns(self, stacks: list[Stack]) -> None:
         costs = {block.name: _renewal_cost(stack) for stack in stacks for block in stack.blocks}
         self.turns = assign_turns(costs, self.config.every, self.turns) if self.config.spread else {}
         self._due, self._due_for = {}, stacks
@@ -232,13 +232,13 @@ class _OnlineRefresher(BlockCreatingRefresher):
             for turn, indices in by_turn.items():
                 self._due.setdefault(turn, []).append((stack, indices))
 
-    def _find_drifted(self, stacks: Stacks) -> list[BlockRange]:
+    def _find_drifted(self, stacks: list[Stack]) -> list[BlockRange]:
         """Return all blocks that have received a gradient if one of their bases has drifted, else none."""
         assert self.config.tolerance is not None
         self.grams.follow(stacks)
         ranges = [each for stack in stacks for each in self.grams.find_ranges(stack)]
         shares = [
-            off_diagonal_share(stack.summed(gram[members]), stack.change.tensors[key][members]).flatten()
+            off_diagonal_share(stack.sum_over_rows(gram[members]), stack.change.tensors[key][members]).flatten()
             for stack, members in ranges
             for key, gram in self.grams.stacked(stack).items()
         ]
@@ -269,7 +269,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
     def _renew(self, ranges: list[BlockRange], renewal: Renewal) -> bool:
         """Compute new bases. Return True if a GPU computes them during training and the next step installs them."""
         inputs = [
-            (stack, members, key, stack.summed(gram[members]), gram[members])
+            (stack, members, key, stack.sum_over_rows(gram[members]), gram[members])
             for stack, members in ranges
             for key, gram in self.grams.stacked(stack).items()
         ]
@@ -332,7 +332,7 @@ def _refine_first_bases(new: _NewBases) -> _NewBases:
     for key, basis in new.tensors.items():
         with exact_products():
             inside = rows[key] @ basis
-            gram = new.stack.summed(inside.mT @ inside)
+            gram = new.stack.sum_over_rows(inside.mT @ inside)
         refined[key] = torch.where(new.sound[..., None, None], clear_null_space(basis, gram), basis)
     return new._replace(tensors=refined)
 
