@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from egop.basis import ChangeOfBasis
 from egop.distributed import to_full
 from egop.optimizer import BoundBlock, Stack
+from egop.refresh.eigenbases import find_runs
 
 BlockRange = tuple[Stack, slice]  # consecutive blocks of a stack
 _PREFIX = "gram/"  # prefix of the names under which the matrices are saved
@@ -37,30 +37,25 @@ class GramMatrices:
         self._totals = set(totals)
         self._stacks: list[Stack] | None = None
         self._stacked: dict[Stack, dict[str, Tensor]] = {}  # of the stacks that can be renewed
-        self._flat: dict[Stack, dict[str, Tensor]] = {}  # the same with one batch dimension
-        self._all_seen: set[Stack] = set()  # stacks in which every block has received a gradient
 
     def follow(self, stacks: list[Stack]) -> None:
         """Arrange the matrices like these stacks. Call this before any method that takes a stack."""
         if self._stacks is stacks:
             return
         self._stacked = {stack: self._arrange(stack) for stack in stacks if stack.change.is_renewable()}
-        self._flat = {
-            stack: {key: gram.flatten(0, -3) for key, gram in grams.items()} for stack, grams in self._stacked.items()
-        }
         self._stacks = stacks
-        self._find_all_seen()
 
     def update(self) -> None:
-        """Add the gradients of a step to the running means."""
-        assert self._stacks is not None
-        whole_stacks = []
-        for stack, grams in self._flat.items():
-            if stack in self._all_seen and len(stack.active) == len(stack.blocks):
-                whole_stacks.append((stack.change, stack.gradients, grams))
-            elif stack.active:
-                self._update_blocks(stack)
-        add_gradients(whole_stacks, self.decay)
+        """Add the gradients of a step to the running means. A mean starts with its block's first Gram matrix."""
+        for stack, grams in self._stacked.items():
+            names = [stack.blocks[index].name for index in stack.active]
+            known = [name in self.by_block for name in names]
+            for places, members in find_runs(stack.active, known):
+                gradients = [gradient[places] for gradient in stack.gradients]
+                means = {key: gram[members] for key, gram in grams.items()}
+                add_gradients(stack.change.part(members), gradients, means, self.decay if known[places.start] else 0.0)
+            for name, index in zip(names, stack.active, strict=True) if not all(known) else ():
+                self.by_block.setdefault(name, {key: gram[index] for key, gram in grams.items()})
 
     def stacked(self, stack: Stack) -> dict[str, Tensor]:
         """Return the Gram matrices of a stack's blocks."""
@@ -71,9 +66,8 @@ class GramMatrices:
         if indices is None:
             indices = [index for index, block in enumerate(stack.blocks) if block.is_trained]
         chosen = [index for index in indices if stack.blocks[index].name in self.by_block]
-        for _, run in groupby(enumerate(chosen), lambda pair: pair[1] - pair[0]):
-            members = [index for _, index in run]
-            yield stack, slice(members[0], members[-1] + 1)
+        for _, members in find_runs(chosen):
+            yield stack, members
 
     def has_seen(self, block: BoundBlock) -> bool:
         """Return True if the block has received a gradient in its present structure."""
@@ -90,7 +84,6 @@ class GramMatrices:
         """Discard the means of these blocks; their next gradients start new ones."""
         for name in names:
             del self.by_block[name]
-        self._find_all_seen()
 
     def export(self, stack: Stack, *, complete: bool) -> list[dict[str, Tensor]]:
         """Return the tensors to save for each block of a stack.
@@ -151,7 +144,7 @@ class GramMatrices:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the stacks out of copies: they belong to this optimizer."""
-        return self.__dict__ | {"_stacks": None, "_stacked": {}, "_flat": {}, "_all_seen": set()}
+        return self.__dict__ | {"_stacks": None, "_stacked": {}}
 
     def _arrange(self, stack: Stack) -> dict[str, Tensor]:
         """Stack the matrices of a new stack's blocks; drop those of another structure."""
@@ -166,38 +159,16 @@ class GramMatrices:
             self._totals.discard(block.name)
         return stacked
 
-    def _find_all_seen(self) -> None:
-        self._all_seen = {
-            stack for stack in self._stacked if all(block.name in self.by_block for block in stack.blocks)
-        }
 
-    def _update_blocks(self, stack: Stack) -> None:
-        """Update the blocks that have a gradient: together if it is the first one for all of them, else one by one."""
-        stacked = self._stacked[stack]
-        names = [stack.blocks[index].name for index in stack.active]
-        known = [name in self.by_block for name in names]
-        at_once = len(names) == len(stack.blocks) and not any(known)
-        for place in [slice(None)] if at_once else [slice(k, k + 1) for k in range(len(names))]:
-            first = stack.active[place][0]
-            members = slice(None) if at_once else slice(first, first + 1)
-            decay = self.decay if known[place][0] else 0.0  # a mean starts with the Gram matrix of the first gradient
-            gradients = [gradient[place] for gradient in stack.gradients]
-            grams = {key: gram[members].flatten(0, -3) for key, gram in stacked.items()}
-            add_gradients([(stack.change.part(members), gradients, grams)], decay)
-        if not all(known):
-            for name, index in zip(names, stack.active, strict=True):
-                self.by_block.setdefault(name, {key: gram[index] for key, gram in stacked.items()})
-            self._find_all_seen()
-
-
-def add_gradients(stacks: Iterable[tuple[ChangeOfBasis, Sequence[Tensor], Mapping[str, Tensor]]], decay: float) -> None:
-    """Add stacked gradients to running means of Gram matrices, which have one batch dimension."""
-    for change, gradients, grams in stacks:
-        rows = change.rows(gradients)
-        assert rows is not None
-        for key, gram in grams.items():
-            matrices = rows[key].flatten(0, -3)
-            gram.baddbmm_(matrices.mT, matrices, beta=decay, alpha=1 - decay)
+def add_gradients(
+    change: ChangeOfBasis, gradients: Sequence[Tensor], grams: Mapping[str, Tensor], decay: float
+) -> None:
+    """Add stacked gradients to running means of Gram matrices."""
+    rows = change.rows(gradients)
+    assert rows is not None
+    for key, gram in grams.items():
+        matrices = rows[key].flatten(0, -3)
+        gram.flatten(0, -3).baddbmm_(matrices.mT, matrices, beta=decay, alpha=1 - decay)
 
 
 def _gram_shapes(change: ChangeOfBasis) -> dict[str, torch.Size]:

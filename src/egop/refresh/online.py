@@ -157,13 +157,11 @@ class _OnlineRefresher(BlockCreatingRefresher):
                 optimizer.rebase_stack(new.stack, new.members, new.tensors, self.config.moments)
                 continue
             # After a failed renewal the moments must not be reset, so the host has to know which ones failed.
-            for is_sound, run in groupby(enumerate(_list_sound_blocks(new.sound)), lambda pair: pair[1]):
-                places = [index for index, _ in run]
+            for place, is_sound in enumerate(_list_sound_blocks(new.sound)):
                 if is_sound:
-                    part = slice(places[0], places[-1] + 1)
-                    members = slice(new.members.start + part.start, new.members.start + part.stop)
-                    tensors = {key: tensor[part] for key, tensor in new.tensors.items()}
-                    optimizer.rebase_stack(new.stack, members, tensors, "reset")
+                    index = new.members.start + place
+                    tensors = {key: tensor[place : place + 1] for key, tensor in new.tensors.items()}
+                    optimizer.rebase_stack(new.stack, slice(index, index + 1), tensors, "reset")
 
     def block_states(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
         states: dict[str, dict[str, Tensor]] = {}
