@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,10 +44,13 @@ class Stack:
         self._everyone = list(range(len(blocks)))
         self._is_sharded = any(block.sharded for block in blocks)
         self._has_rest = any(block.rest is not None for block in blocks)
-        # A snapshot of each parameter that agrees with its coordinates: its values, or its version counter and address.
-        # None if it is not known whether they agree, as after loading.
-        self._compares_values = compares_values(blocks[0].device)
+        # What is remembered of each parameter that agrees with its coordinates: its values, or its version counter and
+        # address. None if it is not known whether they agree, as after loading.
         self._seen: list[list[Any]] = [[None] * len(blocks) for _ in self._parameters]
+        self._compares_values = compares_values(blocks[0].device)
+        # Whether the decoded coordinates are the values: not if they are rounded, nor if they are the coordinates.
+        dtypes = {parameter.dtype for column in self._parameters for parameter in column}
+        self._can_keep_decoded = self._compares_values and bool(bases) and dtypes == {first.block.dtype}
         # The blocks hold views, so that everything is there once.
         for index, block in enumerate(blocks):
             block.change = block.change.with_tensors({name: tensor[index] for name, tensor in bases.items()})
@@ -78,14 +80,24 @@ class Stack:
             for block in self.blocks:
                 block.gather()
             self._parameters = self._find_parameters()
-        columns: Any = [[parameter.grad for parameter in column] for column in self._parameters]
-        if all(_can_stack(gradient, self.change.block.dtype) for column in columns for gradient in column):
-            self.active = self._everyone
-        else:
-            self.active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
-            columns = zip(*(self.blocks[index].read_gradients() for index in self.active), strict=True)
-        self.gradients = [stack_tensors(column) for column in columns]
-        self.follow_parameters(self.active)
+        dtype = self.change.block.dtype
+        columns: list[Sequence[Tensor]] = []
+        for parameters in self._parameters:
+            column: list[Any] = [parameter.grad for parameter in parameters]
+            for gradient in column:
+                if gradient is None or gradient.dtype is not dtype or gradient.layout is not torch.strided:
+                    return self._collect_some()
+            columns.append(column)
+        self._use_gradients(self._everyone, columns)
+
+    def _collect_some(self) -> None:
+        active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
+        gradients = [self.blocks[index].read_gradients() for index in active]
+        self._use_gradients(active, list(zip(*gradients, strict=True)))
+
+    def _use_gradients(self, active: list[int], columns: list[Sequence[Tensor]]) -> None:
+        self.active, self.gradients = active, [stack_tensors(column) for column in columns]
+        self.follow_parameters(active)
 
     def active_part(self) -> tuple[ChangeOfBasis, list[Tensor]]:
         """Return the bases and coordinates of the blocks that have a gradient."""
@@ -113,12 +125,16 @@ class Stack:
             values = zip(*decoded, strict=True)
             whole = [self.blocks[index].add_rest(value) for index, value in zip(self.active, values, strict=True)]
             decoded = list(zip(*whole, strict=True))
-        parameters = [column[index] for column in self._parameters for index in self.active]
-        copy_all(parameters, list(itertools.chain(*decoded)))
+        is_whole = len(self.active) == len(self.blocks)
+        for column, values in zip(self._parameters, decoded, strict=True):
+            copy_all(column if is_whole else [column[index] for index in self.active], values)
         if self._is_sharded:
             for index in self.active:
                 self.blocks[index].scatter()
-        self._mark_synced(self.active, decoded if change.tensors else None)  # without a basis they are the coordinates
+        if is_whole and self._can_keep_decoded:
+            self._seen = list(map(list, decoded))
+        else:
+            self._mark_synced(self.active)
 
     def drop_gradients(self) -> None:
         """Remove the gradients of coordinates: a later step without gradients would mistake them for its own."""
@@ -137,7 +153,7 @@ class Stack:
 
     def follow_parameters(self, indices: Sequence[int]) -> None:
         """Update the coordinates of these blocks if other code has written to their parameters."""
-        written = [index for index in indices if self._is_written(index)]
+        written = self._find_written(indices)
         if not written:
             return
         decoded = list(zip(*self.change.decode(self.coordinates), strict=True))
@@ -147,18 +163,19 @@ class Stack:
                 self.blocks[index].follow_parameters(decoded[index], exactly=exactly)
         self._mark_synced(written)
 
-    def _is_written(self, index: int) -> bool:
-        """Return True if someone else may have written to the parameters of a block."""
-        for place, column in enumerate(self._seen):
-            seen, parameter = column[index], self._parameters[place][index]
-            if seen is None:
-                return True
-            if not self._compares_values:
-                if seen != _read_version(self.blocks[index].originals[place]):
-                    return True
-            elif seen.dtype is not parameter.dtype or not torch.equal(parameter, seen):
-                return True
-        return False
+    def _find_written(self, indices: Sequence[int]) -> list[int]:
+        """Return the blocks among these whose parameters someone else may have written to."""
+        written = set()
+        for place, (parameters, seen) in enumerate(zip(self._parameters, self._seen, strict=True)):
+            for index in indices:
+                if seen[index] is None:
+                    written.add(index)
+                elif self._compares_values:
+                    if not torch.equal(parameters[index], seen[index]):
+                        written.add(index)
+                elif seen[index] != _read_version(self.blocks[index].originals[place]):
+                    written.add(index)
+        return sorted(written)
 
     def invalidate(self, indices: Iterable[int] | None = None) -> None:
         """Compare coordinates and parameters at the next step; if they do not agree, the parameters count."""
@@ -166,22 +183,14 @@ class Stack:
             for index in self._everyone if indices is None else indices:
                 seen[index] = None
 
-    def _mark_synced(self, indices: Sequence[int], values: Sequence[Sequence[Tensor]] | None = None) -> None:
-        """Record that coordinates and parameters agree.
-
-        Args:
-            indices: the blocks.
-            values: what was written to their parameters, if these are new tensors that nobody else uses.
-        """
+    def _mark_synced(self, indices: Sequence[int]) -> None:
+        """Record that coordinates and parameters agree."""
         for place, (parameters, seen) in enumerate(zip(self._parameters, self._seen, strict=True)):
-            for position, index in enumerate(indices):
-                parameter = parameters[index]
-                if not self._compares_values:
-                    seen[index] = _read_version(self.blocks[index].originals[place])
-                elif values is not None and values[place][position].dtype is parameter.dtype:
-                    seen[index] = values[place][position]
+            for index in indices:
+                if self._compares_values:
+                    seen[index] = parameters[index].detach().clone()
                 else:
-                    seen[index] = parameter.detach().clone()
+                    seen[index] = _read_version(self.blocks[index].originals[place])
 
     # --- changing the basis ---
 
@@ -261,7 +270,3 @@ def compares_values(device: torch.device) -> bool:
 
 def _read_version(original: Tensor) -> tuple[int, int]:
     return original._version, to_local(original).data_ptr()
-
-
-def _can_stack(gradient: Tensor | None, dtype: torch.dtype) -> bool:
-    return gradient is not None and gradient.dtype is dtype and gradient.layout is torch.strided
