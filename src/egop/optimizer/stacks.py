@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Stack:
         self.change = first.with_tensors(bases)
         # Columns: for each tensor of a block, the tensors of all blocks.
         self._block_coordinates = list(zip(*(block.coordinates for block in blocks), strict=True))
-        self._parameters = self._find_parameters()
+        self._parameters = list(zip(*(block.parameters for block in blocks), strict=True))
         self.coordinates = [
             torch.stack([coordinate.detach() for coordinate in column]) for column in self._block_coordinates
         ]
@@ -48,6 +48,7 @@ class Stack:
         # address. None if it is not known whether they agree, as after loading.
         self._seen: list[list[Any]] = [[None] * len(blocks) for _ in self._parameters]
         self._compares_values = compares_values(blocks[0].device)
+        self._agrees: Callable[[Tensor, Any], bool] = torch.equal if self._compares_values else _has_version
         # Whether the decoded coordinates are the values: not if they are rounded, nor if they are the coordinates.
         dtypes = {parameter.dtype for column in self._parameters for parameter in column}
         self._can_keep_decoded = self._compares_values and bool(bases) and dtypes == {first.block.dtype}
@@ -79,25 +80,18 @@ class Stack:
         if self._is_sharded:
             for block in self.blocks:
                 block.gather()
-            self._parameters = self._find_parameters()
-        dtype = self.change.block.dtype
-        columns: list[Sequence[Tensor]] = []
-        for parameters in self._parameters:
-            column: list[Any] = [parameter.grad for parameter in parameters]
+            self._parameters = list(zip(*(block.parameters for block in self.blocks), strict=True))
+        columns: list[Sequence[Any]] = [[parameter.grad for parameter in column] for column in self._parameters]
+        self.active = self._everyone
+        for column in columns:
             for gradient in column:
-                if gradient is None or gradient.dtype is not dtype or gradient.layout is not torch.strided:
-                    return self._collect_some()
-            columns.append(column)
-        self._use_gradients(self._everyone, columns)
-
-    def _collect_some(self) -> None:
-        active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
-        gradients = [self.blocks[index].read_gradients() for index in active]
-        self._use_gradients(active, list(zip(*gradients, strict=True)))
-
-    def _use_gradients(self, active: list[int], columns: list[Sequence[Tensor]]) -> None:
-        self.active, self.gradients = active, [stack_tensors(column) for column in columns]
-        self.follow_parameters(active)
+                if gradient is None or gradient.layout is not torch.strided:
+                    self.active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
+        if self.active is not self._everyone:
+            columns = list(zip(*(self.blocks[index].read_gradients() for index in self.active), strict=True))
+        dtype = self.change.block.dtype
+        self.gradients = [stack_tensors(column).to(dtype) for column in columns]
+        self.follow_parameters(self.active)
 
     def active_part(self) -> tuple[ChangeOfBasis, list[Tensor]]:
         """Return the bases and coordinates of the blocks that have a gradient."""
@@ -146,9 +140,6 @@ class Stack:
                 block.release()
         self.active, self.gradients = [], []
 
-    def _find_parameters(self) -> list[tuple[Tensor, ...]]:
-        return list(zip(*(block.parameters for block in self.blocks), strict=True))
-
     # --- coordinates and parameters ---
 
     def follow_parameters(self, indices: Sequence[int]) -> None:
@@ -166,14 +157,9 @@ class Stack:
     def _find_written(self, indices: Sequence[int]) -> list[int]:
         """Return the blocks among these whose parameters someone else may have written to."""
         written = set()
-        for place, (parameters, seen) in enumerate(zip(self._parameters, self._seen, strict=True)):
+        for tensors, seen in zip(self._find_watched(), self._seen, strict=True):
             for index in indices:
-                if seen[index] is None:
-                    written.add(index)
-                elif self._compares_values:
-                    if not torch.equal(parameters[index], seen[index]):
-                        written.add(index)
-                elif seen[index] != _read_version(self.blocks[index].originals[place]):
+                if seen[index] is None or not self._agrees(tensors[index], seen[index]):
                     written.add(index)
         return sorted(written)
 
@@ -185,12 +171,14 @@ class Stack:
 
     def _mark_synced(self, indices: Sequence[int]) -> None:
         """Record that coordinates and parameters agree."""
-        for place, (parameters, seen) in enumerate(zip(self._parameters, self._seen, strict=True)):
+        for tensors, seen in zip(self._find_watched(), self._seen, strict=True):
             for index in indices:
-                if self._compares_values:
-                    seen[index] = parameters[index].detach().clone()
-                else:
-                    seen[index] = _read_version(self.blocks[index].originals[place])
+                seen[index] = tensors[index].detach().clone() if self._compares_values else _read_version(tensors[index])
+
+    def _find_watched(self) -> list[tuple[Tensor, ...]]:
+        if self._compares_values:
+            return self._parameters
+        return list(zip(*(block.originals for block in self.blocks), strict=True))
 
     # --- changing the basis ---
 
@@ -270,3 +258,7 @@ def compares_values(device: torch.device) -> bool:
 
 def _read_version(original: Tensor) -> tuple[int, int]:
     return original._version, to_local(original).data_ptr()
+
+
+def _has_version(original: Tensor, version: tuple[int, int]) -> bool:
+    return _read_version(original) == version
