@@ -235,13 +235,13 @@ class BoundParameters:
 
     def matches(self, groups: Groups) -> bool:
         """Return True if the groups still hold the same tensors, with the same dtype and device."""
-        tensors = groups[0]["params"] if len(groups) == 1 else _list_parameters(groups)
-        return (
-            len(tensors) == len(self.tensors)
-            and all(map(operator.is_, tensors, self.tensors))
-            and all(len(group.get("param_names", ())) == len(group["params"]) for group in groups)
-            and list(map(_get_kind, tensors)) == self.kinds
-        )
+        tensors: list[Tensor] = []
+        for group in groups:
+            if len(group.get("param_names", ())) != len(group["params"]):
+                return False
+            tensors += group["params"]
+        is_same = len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
+        return is_same and list(map(_get_kind, tensors)) == self.kinds
 
     def find_names(self, groups: Groups) -> list[str]:
         """Return the names of the groups' current parameters. A new one takes the name that belongs to its position."""

@@ -48,6 +48,8 @@ class Stack:
         # address. None if it is not known whether they agree, as after loading.
         self._seen: list[list[Any]] = [[None] * len(blocks) for _ in self._parameters]
         self._compares_values = compares_values(blocks[0].device)
+        originals = list(zip(*(block.originals for block in blocks), strict=True))
+        self._watched = self._parameters if self._compares_values else originals
         self._agrees: Callable[[Tensor, Any], bool] = torch.equal if self._compares_values else _has_version
         # Whether the decoded coordinates are the values: not if they are rounded, nor if they are the coordinates.
         dtypes = {parameter.dtype for column in self._parameters for parameter in column}
@@ -80,14 +82,12 @@ class Stack:
         if self._is_sharded:
             for block in self.blocks:
                 block.gather()
-            self._parameters = list(zip(*(block.parameters for block in self.blocks), strict=True))
+            self._parameters[:] = zip(*(block.parameters for block in self.blocks), strict=True)
         columns: list[Sequence[Any]] = [[parameter.grad for parameter in column] for column in self._parameters]
+        layouts = {None if gradient is None else gradient.layout for column in columns for gradient in column}
         self.active = self._everyone
-        for column in columns:
-            for gradient in column:
-                if gradient is None or gradient.layout is not torch.strided:
-                    self.active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
-        if self.active is not self._everyone:
+        if layouts != {torch.strided}:
+            self.active = [index for index, block in enumerate(self.blocks) if block.has_gradient]
             columns = list(zip(*(self.blocks[index].read_gradients() for index in self.active), strict=True))
         dtype = self.change.block.dtype
         self.gradients = [stack_tensors(column).to(dtype) for column in columns]
@@ -120,8 +120,8 @@ class Stack:
             whole = [self.blocks[index].add_rest(value) for index, value in zip(self.active, values, strict=True)]
             decoded = list(zip(*whole, strict=True))
         is_whole = len(self.active) == len(self.blocks)
-        for column, values in zip(self._parameters, decoded, strict=True):
-            copy_all(column if is_whole else [column[index] for index in self.active], values)
+        for column, tensors in zip(self._parameters, decoded, strict=True):
+            copy_all(column if is_whole else [column[index] for index in self.active], tensors)
         if self._is_sharded:
             for index in self.active:
                 self.blocks[index].scatter()
@@ -144,7 +144,11 @@ class Stack:
 
     def follow_parameters(self, indices: Sequence[int]) -> None:
         """Update the coordinates of these blocks if other code has written to their parameters."""
-        written = self._find_written(indices)
+        written = set()
+        for tensors, seen in zip(self._watched, self._seen, strict=True):
+            for index in indices:
+                if seen[index] is None or not self._agrees(tensors[index], seen[index]):
+                    written.add(index)
         if not written:
             return
         decoded = list(zip(*self.change.decode(self.coordinates), strict=True))
@@ -154,31 +158,17 @@ class Stack:
                 self.blocks[index].follow_parameters(decoded[index], exactly=exactly)
         self._mark_synced(written)
 
-    def _find_written(self, indices: Sequence[int]) -> list[int]:
-        """Return the blocks among these whose parameters someone else may have written to."""
-        written = set()
-        for tensors, seen in zip(self._find_watched(), self._seen, strict=True):
-            for index in indices:
-                if seen[index] is None or not self._agrees(tensors[index], seen[index]):
-                    written.add(index)
-        return sorted(written)
-
     def invalidate(self, indices: Iterable[int] | None = None) -> None:
         """Compare coordinates and parameters at the next step; if they do not agree, the parameters count."""
         for seen in self._seen:
             for index in self._everyone if indices is None else indices:
                 seen[index] = None
 
-    def _mark_synced(self, indices: Sequence[int]) -> None:
+    def _mark_synced(self, indices: Iterable[int]) -> None:
         """Record that coordinates and parameters agree."""
-        for tensors, seen in zip(self._find_watched(), self._seen, strict=True):
+        for tensors, seen in zip(self._watched, self._seen, strict=True):
             for index in indices:
                 seen[index] = tensors[index].detach().clone() if self._compares_values else _read_version(tensors[index])
-
-    def _find_watched(self) -> list[tuple[Tensor, ...]]:
-        if self._compares_values:
-            return self._parameters
-        return list(zip(*(block.originals for block in self.blocks), strict=True))
 
     # --- changing the basis ---
 
