@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,16 +44,18 @@ class Stack:
         self._everyone = list(range(len(blocks)))
         self._is_sharded = any(block.sharded for block in blocks)
         self._has_rest = any(block.rest is not None for block in blocks)
-        # What is remembered of each parameter that agrees with its coordinates: its values, or its version counter and
-        # address. None if it is not known whether they agree, as after loading.
-        self._seen: list[list[Any]] = [[None] * len(blocks) for _ in self._parameters]
+        # What is remembered of parameters that agree with their coordinates: their stacked values, or their version
+        # counters and addresses.
         self._compares_values = compares_values(blocks[0].device)
-        originals = list(zip(*(block.originals for block in blocks), strict=True))
-        self._watched = self._parameters if self._compares_values else originals
-        self._agrees: Callable[[Tensor, Any], bool] = torch.equal if self._compares_values else _has_version
-        # Whether the decoded coordinates are the values: not if they are rounded, nor if they are the coordinates.
+        self._seen: list[Any] = [
+            torch.stack([parameter.detach() for parameter in column]) if self._compares_values else [None] * len(blocks)
+            for column in self._parameters
+        ]
+        self._unknown = set(self._everyone)  # blocks of which it is not known whether they agree, as after loading
+        # Whether the decoded coordinates are these values: not if they are rounded, nor if they are the coordinates.
         dtypes = {parameter.dtype for column in self._parameters for parameter in column}
-        self._can_keep_decoded = self._compares_values and bool(bases) and dtypes == {first.block.dtype}
+        is_exact = bool(bases) and not self._has_rest and dtypes == {first.block.dtype}
+        self._can_keep_decoded = self._compares_values and is_exact
         # The blocks hold views, so that everything is there once.
         for index, block in enumerate(blocks):
             block.change = block.change.with_tensors({name: tensor[index] for name, tensor in bases.items()})
@@ -114,19 +116,19 @@ class Stack:
         if not self.active:
             return
         change, coordinates = self.active_part()
-        decoded: list[Sequence[Tensor]] = [tensor.unbind() for tensor in change.decode(coordinates)]
+        decoded = change.decode(coordinates)
+        values: list[Sequence[Tensor]] = [stacked.unbind() for stacked in decoded]
         if self._has_rest:
-            values = zip(*decoded, strict=True)
-            whole = [self.blocks[index].add_rest(value) for index, value in zip(self.active, values, strict=True)]
-            decoded = list(zip(*whole, strict=True))
+            pairs = zip(self.active, zip(*values, strict=True), strict=True)
+            values = list(zip(*(self.blocks[index].add_rest(tensors) for index, tensors in pairs), strict=True))
         is_whole = len(self.active) == len(self.blocks)
-        for column, tensors in zip(self._parameters, decoded, strict=True):
+        for column, tensors in zip(self._parameters, values, strict=True):
             copy_all(column if is_whole else [column[index] for index in self.active], tensors)
         if self._is_sharded:
             for index in self.active:
                 self.blocks[index].scatter()
         if is_whole and self._can_keep_decoded:
-            self._seen = list(map(list, decoded))
+            self._seen = list(decoded)
         else:
             self._mark_synced(self.active)
 
@@ -144,31 +146,38 @@ class Stack:
 
     def follow_parameters(self, indices: Sequence[int]) -> None:
         """Update the coordinates of these blocks if other code has written to their parameters."""
-        written = set()
-        for tensors, seen in zip(self._watched, self._seen, strict=True):
-            for index in indices:
-                if seen[index] is None or not self._agrees(tensors[index], seen[index]):
-                    written.add(index)
+        written = self._find_written(indices)
         if not written:
             return
         decoded = list(zip(*self.change.decode(self.coordinates), strict=True))
         for index in written:
             if self.blocks[index].device == decoded[index][0].device:  # otherwise the next step binds it again
-                exactly = all(seen[index] is not None for seen in self._seen)
-                self.blocks[index].follow_parameters(decoded[index], exactly=exactly)
+                self.blocks[index].follow_parameters(decoded[index], exactly=index not in self._unknown)
         self._mark_synced(written)
+
+    def _find_written(self, indices: Sequence[int]) -> set[int]:
+        """Return the blocks among these whose parameters someone else may have written to."""
+        written = self._unknown.intersection(indices)
+        for place, seen in enumerate(self._seen):
+            if not self._compares_values:
+                written |= {i for i in indices if seen[i] != _read_version(self.blocks[i].originals[place])}
+            elif not torch.equal(now := stack_tensors(self._parameters[place]), seen):
+                written |= {i for i in indices if not torch.equal(now[i], seen[i])}
+        return written
 
     def invalidate(self, indices: Iterable[int] | None = None) -> None:
         """Compare coordinates and parameters at the next step; if they do not agree, the parameters count."""
-        for seen in self._seen:
-            for index in self._everyone if indices is None else indices:
-                seen[index] = None
+        self._unknown.update(self._everyone if indices is None else indices)
 
     def _mark_synced(self, indices: Iterable[int]) -> None:
         """Record that coordinates and parameters agree."""
-        for tensors, seen in zip(self._watched, self._seen, strict=True):
+        for place, (parameters, seen) in enumerate(zip(self._parameters, self._seen, strict=True)):
             for index in indices:
-                seen[index] = tensors[index].detach().clone() if self._compares_values else _read_version(tensors[index])
+                if self._compares_values:
+                    seen[index] = parameters[index].detach()
+                else:
+                    seen[index] = _read_version(self.blocks[index].originals[place])
+        self._unknown.difference_update(indices)
 
     # --- changing the basis ---
 
@@ -248,7 +257,3 @@ def compares_values(device: torch.device) -> bool:
 
 def _read_version(original: Tensor) -> tuple[int, int]:
     return original._version, to_local(original).data_ptr()
-
-
-def _has_version(original: Tensor, version: tuple[int, int]) -> bool:
-    return _read_version(original) == version
