@@ -138,8 +138,8 @@ class Engine:
         if not self.has_stepped:
             self.has_stepped = True
             warn_of_no_effect(self.base.optimizer_class, self.blocks, is_intended=self.may_be_plain)
-        inner, stacks = self.inner, self.stacks
-        inner.load_settings(self.param_groups)
+        self.inner.load_settings(self.param_groups)
+        stacks = self.stacks
         try:
             self._collect_gradients(stacks)
             if refresher is not None:
@@ -151,7 +151,7 @@ class Engine:
             for stack in stacks:
                 stack.encode_gradients()
             try:
-                inner.step()
+                self.inner.step()
                 for stack in stacks:
                     stack.decode_coordinates()
             except BaseException:  # some coordinates may have been stepped already
@@ -161,7 +161,7 @@ class Engine:
         finally:
             self._drop_gradients(stacks)
         if self.base.is_foreign:
-            inner.store_settings(self.param_groups)
+            self.inner.store_settings(self.param_groups)
         if refresher is not None:
             refresher.after_step(self)
 

@@ -20,6 +20,7 @@ from egop.refresh.eigenbases import (
     clear_null_space,
     decompose,
     decompose_leading,
+    find_runs,
     iterate,
     off_diagonal_share,
     renew_in_batches,
@@ -157,11 +158,11 @@ class _OnlineRefresher(BlockCreatingRefresher):
                 optimizer.rebase_stack(new.stack, new.members, new.tensors, self.config.moments)
                 continue
             # After a failed renewal the moments must not be reset, so the host has to know which ones failed.
-            for place, is_sound in enumerate(_list_sound_blocks(new.sound)):
-                if is_sound:
-                    index = new.members.start + place
-                    tensors = {key: tensor[place : place + 1] for key, tensor in new.tensors.items()}
-                    optimizer.rebase_stack(new.stack, slice(index, index + 1), tensors, "reset")
+            sound = [place for place, is_sound in enumerate(_list_sound_blocks(new.sound)) if is_sound]
+            for _, part in find_runs(sound):
+                members = slice(new.members.start + part.start, new.members.start + part.stop)
+                tensors = {key: tensor[part] for key, tensor in new.tensors.items()}
+                optimizer.rebase_stack(new.stack, members, tensors, "reset")
 
     def block_states(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
         states: dict[str, dict[str, Tensor]] = {}
