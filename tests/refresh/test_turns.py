@@ -206,7 +206,7 @@ def test_a_step_in_which_nothing_is_due_only_updates_gram_matrices(options, monk
     def refuse(*_, **__):
         raise AssertionError
 
-    for name in ("_renew", "_find_drifted", "_assign_turns", "count_failures", "prepare", "_list_undecided"):
+    for name in ("_renew", "_find_drifted", "count_failures", "prepare", "_list_undecided"):
         monkeypatch.setattr(optimizer.refresher, name, refuse)
     for name in ("_arrange", "find_ranges"):
         monkeypatch.setattr(optimizer.refresher.grams, name, refuse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ class GramMatrices:
     fails, and the mean starts again with the gradient after that.
 
     Args:
-        decay: the decay of the running means.
         by_block: the means so far, by block name and tensor of its basis.
         totals: the blocks among them whose means include the rows of all processes.
     """
@@ -61,13 +60,11 @@ class GramMatrices:
         """Return the Gram matrices of a stack's blocks."""
         return self._stacked[stack]
 
-    def find_ranges(self, stack: Stack, indices: Iterable[int] | None = None) -> Iterator[BlockRange]:
-        """Yield the blocks that have received a gradient, among the given ones or all that are trained."""
-        if indices is None:
-            indices = [index for index, block in enumerate(stack.blocks) if block.is_trained]
-        chosen = [index for index in indices if stack.blocks[index].name in self.by_block]
-        for _, members in find_runs(chosen):
-            yield stack, members
+    def find_ranges(self, stack: Stack, indices: Iterable[int] | None = None) -> list[BlockRange]:
+        """Return the blocks among these, or all, that are trained and have received a gradient."""
+        pairs = [(i, stack.blocks[i]) for i in (range(len(stack.blocks)) if indices is None else indices)]
+        chosen = [index for index, block in pairs if block.is_trained and block.name in self.by_block]
+        return [(stack, members) for _, members in find_runs(chosen)]
 
     def has_seen(self, block: BoundBlock) -> bool:
         """Return True if the block has received a gradient in its present structure."""
@@ -119,13 +116,9 @@ class GramMatrices:
         blocks: Sequence[BoundBlock],
         seen: Collection[str],
     ) -> GramMatrices:
-        """Continue from a saved state; raise ValueError if it does not fit the blocks.
+        """Continue from what :meth:`export` returned; raise ValueError if it does not fit the blocks.
 
-        Args:
-            decay: the decay of the running means.
-            states: what :meth:`export` returned, by block name.
-            blocks: the blocks.
-            seen: the names of those that had received a gradient.
+        Only the blocks in ``seen`` had received a gradient.
         """
         by_block = {}
         for block in blocks:

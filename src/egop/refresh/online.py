@@ -113,8 +113,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
         self.config = config
         self.grams = GramMatrices(config.decay)
         self.turns: dict[str, int] = {}  # for each block the step, modulo `every`, in which it is renewed
-        self._due: dict[int, list[tuple[Stack, list[int]]]] = {}  # the blocks by turn
-        self._due_for: list[Stack] | None = None  # the stacks that these blocks are in
+        self._turns_for: list[Stack] | None = None  # the stacks whose blocks have got their turns
         self._pending: list[_NewBases] = []  # bases that have been computed but not installed yet
         self._side_stream = SideStream()
         self._renewal = self._record_renewal()
@@ -190,46 +189,36 @@ class _OnlineRefresher(BlockCreatingRefresher):
         super().load(counts, states, blocks)
         self.restart(created, waiting)
         turns = {name: phase[3] for name, phase in phases.items() if phase[3] >= 0}
-        self.grams, self._due_for = grams, None
+        self.grams, self._turns_for = grams, None
         self.turns = turns if any(turns.values()) else {}  # if all are 0, they were not spread
 
     def reset(self) -> None:
         super().reset()
         self.restart()
-        self.grams, self.turns, self._due_for = GramMatrices(self.config.decay), {}, None
+        self.grams, self.turns, self._turns_for = GramMatrices(self.config.decay), {}, None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the stacks and recordings out of copies: they belong to this optimizer."""
         recordings = {"_side_stream": SideStream(), "_renewal": self._record_renewal()}
-        return super().__getstate__() | recordings | {"_due": {}, "_due_for": None}
+        return super().__getstate__() | recordings | {"_turns_for": None}
 
     def _record_renewal(self) -> Renewal:
         return GraphedFunction(iterate, Recorder()) if self.config.tolerance is None else decompose
 
     def _find_due(self, stacks: list[Stack]) -> list[BlockRange]:
         """Find the blocks whose turn it is."""
-        if self._due_for is not stacks:
-            self._assign_turns(stacks)
-        due = self._due.get(self.steps % self.config.every)
-        if due is None:
+        if self.config.spread and self._turns_for is not stacks:
+            costs = {block.name: _renewal_cost(stack) for stack in stacks for block in stack.blocks}
+            self.turns, self._turns_for = assign_turns(costs, self.config.every, self.turns), stacks
+        turn = self.steps % self.config.every
+        if turn not in (self.turns.values() if self.config.spread else (0,)):
             return []
         self.grams.follow(stacks)
-        return [
-            each
-            for stack, indices in due
-            for each in self.grams.find_ranges(stack, [index for index in indices if stack.blocks[index].is_trained])
+        due = [
+            (stack, [i for i, block in enumerate(stack.blocks) if self.turns.get(block.name, 0) == turn])
+            for stack in stacks
         ]
-
-    def _assign_turns(self, stacks: list[Stack]) -> None:
-        costs = {block.name: _renewal_cost(stack) for stack in stacks for block in stack.blocks}
-        self.turns = assign_turns(costs, self.config.every, self.turns) if self.config.spread else {}
-        self._due, self._due_for = {}, stacks
-        for stack in stacks:
-            by_turn: dict[int, list[int]] = {}
-            for index, block in enumerate(stack.blocks):
-                by_turn.setdefault(self.turns.get(block.name, 0), []).append(index)
-            for turn, indices in by_turn.items():
-                self._due.setdefault(turn, []).append((stack, indices))
+        return [each for stack, indices in due for each in self.grams.find_ranges(stack, indices)]
 
     def _find_drifted(self, stacks: list[Stack]) -> list[BlockRange]:
         """Return all blocks that have received a gradient if one of their bases has drifted, else none."""
