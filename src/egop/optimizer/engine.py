@@ -94,14 +94,7 @@ class Engine:
         first_group: int = 0,
         layers: Mapping[str, Role] | None = None,
     ) -> list[BoundBlock]:
-        """Bind the blocks of a basis to the parameters of these groups, without changing anything.
-
-        Args:
-            basis: the basis.
-            groups: some of the parameter groups, or one that is to be added.
-            first_group: the position of the first.
-            layers: the roles of their parameters, if they are not yet known.
-        """
+        """Bind the blocks of a basis to the parameters of these groups, without changing anything."""
         blocks = bind_blocks(basis, groups, first_group, needs_matrices=self.base.needs_matrices)
         check_padding(blocks, groups, self.layers if layers is None else layers)
         if self.is_for_matrices:
@@ -113,11 +106,7 @@ class Engine:
     ) -> None:
         """Use these blocks from now on.
 
-        Args:
-            blocks: the blocks.
-            pieces: the local parts of sharded parameters outside the blocks, if they change.
-            inner: optimizers over their coordinates; by default new ones, which keep the state of all tensors that
-                continue to be stepped.
+        New inner optimizers keep the state of all tensors that continue to be stepped.
         """
         pieces = pieces or self.pieces
         if inner is None:
