@@ -76,7 +76,7 @@ def test_a_stack_is_its_blocks_one_by_one(structure, skip):
     found, arguments = basis(structure), {"lr": 0.01, "weight_decay": 0.1}
     models = network(), network()
     together = egop.ReparameterizedOptimizer(models[0], torch.optim.AdamW, found, **arguments)
-    assert max(len(stack.blocks) for stack in together.stacks) == 4
+    assert max(len(stack.blocks) for stack in together._engine.stacks) == 4
     apart = one_at_a_time(models[1], found, torch.optim.AdamW, **arguments)
     assert distance(train(together, models[0], skip=skip), train(apart, models[1], skip=skip)) < 1e-12
 

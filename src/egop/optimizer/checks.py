@@ -84,7 +84,7 @@ def get_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def complete_hyperparameters(
     optimizer_class: type[Optimizer], group: Mapping[str, Any], hyperparameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the optimizer's hyper-parameters with its own defaults filled in. Some classes need settings in a group."""
+    """Return the optimizer's hyper-parameters with its own defaults filled in; some classes need a group's settings."""
     # The optimizer is thrown away. Its parameter is a matrix because some classes take nothing else.
     number = torch.zeros(1, 1, requires_grad=True, device="cpu")
     try:

@@ -135,7 +135,7 @@ def move_states(
     rest: Sequence[Tensor] | None = None,
     changed: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the state tensors, and their values in the new bases. Blocks that are not ``changed`` keep their values."""
+    """Return the state tensors, and their values in the new bases. Blocks that did not change keep their values."""
     stacked = [
         {key: stack_tensors([block[place][key] for block in states]) for key in state}
         for place, state in enumerate(states[0])

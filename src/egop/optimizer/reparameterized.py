@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egop.basis import Basis, ModuleIndex, Plan, Role, check_disjoint, find_roles
+from egop.basis import Basis, ModuleIndex, Plan, check_disjoint, find_roles
 from egop.numerics import outside_inference_mode, without_autocast
 from egop.optimizer import display
 from egop.optimizer.binding import BoundBlock
@@ -20,13 +20,7 @@ from egop.optimizer.groups import name_groups, named_parameters
 from egop.optimizer.inner import BaseOptimizer
 from egop.optimizer.moments import Moments
 from egop.optimizer.refreshing import Refresh, Refresher, check_refresh
-from egop.optimizer.stacks import Stack
-from egop.optimizer.state import (
-    ExportedState,
-    RestoredParts,
-    parse_state_dict,
-    rebuild,
-)
+from egop.optimizer.state import ExportedState, RestoredParts, parse_state_dict, rebuild
 
 
 class ReparameterizedOptimizer(Optimizer):
@@ -189,11 +183,6 @@ class ReparameterizedOptimizer(Optimizer):
         return display.format_text(type(self).__name__, self._engine) if self._engine.is_built else repr(self)
 
     @property
-    def stacks(self) -> list[Stack]:
-        """The blocks, stacked by kind and shape."""
-        return self._engine.stacks
-
-    @property
     def inner(self) -> Optimizer:
         """The optimizer that steps the coordinates, and everything else if there is no ``outside``."""
         return self._engine.inner.coordinates
@@ -202,11 +191,6 @@ class ReparameterizedOptimizer(Optimizer):
     def refresher(self) -> Refresher | None:
         """The object that keeps the basis current, with its counts."""
         return self._engine.refresher
-
-    @property
-    def layers(self) -> dict[str, Role]:
-        """The role of each parameter."""
-        return self._engine.layers
 
     @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:

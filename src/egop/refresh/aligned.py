@@ -59,12 +59,12 @@ class Aligned(Refresh):
 class _AlignedRefresher(BlockCreatingRefresher):
     def __init__(self, optimizer: Rebasable, config: Aligned) -> None:
         super().__init__(optimizer, config, "auto", "parameter", config.memory, (Shared(side=config.side),))
-        self.every = config.every
+        self._every = config.every
         self._renewal = GraphedFunction(align, Recorder())
 
     def observe(self, optimizer: Rebasable) -> None:
         self.report_failures()
-        if self.steps % self.every == 0:
+        if self.steps % self._every == 0:
             self.renew(optimizer)
 
     def after_step(self, optimizer: Rebasable) -> None:

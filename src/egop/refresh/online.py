@@ -283,11 +283,8 @@ class _OnlineRefresher(BlockCreatingRefresher):
 def assign_turns(costs: Mapping[str, float], every: int, known: Mapping[str, int]) -> dict[str, int]:
     """Assign each block the step of a round in which it is renewed, so that all steps have similar costs.
 
-    Args:
-        costs: the cost of a renewal, by block name.
-        every: the number of steps in a round.
-        known: turns that were assigned before. They are kept, unless the round has become too short for them; new
-            blocks take the steps with the least work.
+    Turns that were assigned before are kept, unless the round of ``every`` steps has become too short for them. New
+    blocks take the steps with the least work.
     """
     turns = {name: known[name] for name in costs if known.get(name, every) < every}
     if not turns:
