@@ -41,7 +41,6 @@ class Engine:
         self._stacks: list[Stack] | None = None
         self.bound = BoundParameters()
         self.exported: Any = None  # the state that was read since the last step, see `state.ExportedState`
-        self.loading: Any = None  # parts built from a state dict that is being loaded, see `state.RestoredParts`
 
     @property
     def is_built(self) -> bool:

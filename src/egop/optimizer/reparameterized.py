@@ -296,13 +296,20 @@ class ReparameterizedOptimizer(Optimizer):
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"A state dict must be a dict as optimizer.state_dict() gives it, got {state_dict!r:.80}.")
         self._engine.wait_for_refresh()
-        # The last hook sees the state as the other hooks have left it; torch then loads the groups.
-        handle = self.register_load_state_dict_pre_hook(_parse_before_load)
-        try:
-            super().load_state_dict(dict(state_dict))
-        finally:
-            handle.remove()
-            self._engine.loading = None
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        parts, self.param_groups = parse_state_dict(self._engine, state_dict)
+        self._use(parts)
+        if parts.with_refresh and self.refresher is None:
+            warnings.warn(
+                "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay "
+                "fixed.",
+                stacklevel=find_user_level(),
+            )
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def __copy__(self) -> ReparameterizedOptimizer:
         twin = type(self).__new__(type(self))
@@ -315,21 +322,9 @@ class ReparameterizedOptimizer(Optimizer):
         return {"defaults": self.defaults, "_engine": self._engine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, or take the parameter groups that torch has loaded."""
-        if "_engine" in state:
-            super().__setstate__(state)
-            return
-        parts = self._engine.loading
-        if parts is None:
+        if "_engine" not in state:
             raise TypeError("Load a state by optimizer.load_state_dict(state_dict), not by __setstate__.")
-        self.param_groups = state["param_groups"]
-        self._use(parts)
-        if parts.with_refresh and self.refresher is None:
-            warnings.warn(
-                "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay "
-                "fixed.",
-                stacklevel=find_user_level(),
-            )
+        super().__setstate__(state)
 
     def _use(self, parts: RestoredParts) -> None:
         """Replace the working parts with those built from a state."""
@@ -337,10 +332,3 @@ class ReparameterizedOptimizer(Optimizer):
         if self.refresher is not None and parts.refresher is not None:
             self.refresher.__dict__.update(parts.refresher.__dict__)
         self._engine.build(parts.blocks, parts.pieces, parts.inner)
-
-
-def _parse_before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Build everything that a state dict describes before anything is changed, and leave the groups for torch."""
-    assert isinstance(optimizer, ReparameterizedOptimizer)
-    optimizer._engine.loading, groups = parse_state_dict(optimizer._engine, state_dict)
-    return {"state": {}, "param_groups": groups}

@@ -253,12 +253,10 @@ def parse_state_dict(engine: Engine, state_dict: dict[str, Any]) -> tuple[Restor
     try:
         entries, others = _read_entries(state_dict, engine)
         groups = [
-            group | {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+            group | copy.deepcopy({key: value for key, value in saved.items() if key not in ("params", "param_names")})
             for group, saved in zip(engine.param_groups, state_dict["param_groups"], strict=True)
         ]
         parts = _restore(engine, entries, others, groups)
-        # Torch copies the groups and puts the parameters back.
-        groups = [group | {"params": list(range(len(group["params"])))} for group in groups]
     except Exception as error:
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}."
         raise ValueError(f"The state dict does not fit this optimizer, or is damaged. {text}") from error
