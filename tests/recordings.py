@@ -7,7 +7,6 @@ from torch.utils._pytree import tree_leaves
 
 from egop.numerics import Recorder
 from egop.optim import matrix_optimizer
-from egop.optimizer import stacks
 
 
 def record_on_the_cpu(monkeypatch):
@@ -31,7 +30,6 @@ def record_on_the_cpu(monkeypatch):
 
     monkeypatch.setattr(Recorder, "device_for", lambda self, tensors: torch.device("cpu") if tensors else None)
     monkeypatch.setattr(Recorder, "record", record)
-    monkeypatch.setattr(stacks, "_is_small", lambda blocks: any(block.change.tensors for block in blocks))
     monkeypatch.setattr(matrix_optimizer, "_is_small", bool)
     return counts
 

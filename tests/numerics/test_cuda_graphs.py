@@ -101,3 +101,42 @@ def test_graph_outlives_the_graphs_of_others():
     del graph, graphs
     torch.cuda.empty_cache()
     assert torch.equal(first.run([*tensors[:2]], *tensors[:2]), expected)
+
+
+@needs_gpu
+def test_what_is_replayed_on_one_place_is_what_is_computed():
+    """Also when tensors, shapes or the precision change."""
+    calls = []
+
+    def function(one, other, factor=1):
+        calls.append(factor)
+        one.add_(1)
+        return factor * one @ other
+
+    again = InPlaceGraph(function, Recorder())
+    one, other = torch.randn(2, 64, 64, device="cuda")
+    kept = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            for tensors in [(one, other)] * 5 + [(one[:32], other)] * 3 + [(other, one)] * 3:
+                expected = (tensors[0] + 1) @ tensors[1]
+                assert torch.equal(again.run(tensors, *tensors), expected)
+    finally:
+        torch.set_float32_matmul_precision(kept)
+    # Three sets of tensors in two precisions: each computed once and recorded once, up to the limit.
+    assert len(again._recordings) == cuda_graphs._MAX_RECORDINGS
+    assert len(calls) == cuda_graphs._MAX_RECORDINGS * 2 + 2 * 3
+
+
+@needs_gpu
+def test_what_cannot_be_recorded_is_computed():
+    recorder = Recorder()
+    again = InPlaceGraph(lambda tensor: tensor * float(tensor.sum()), recorder)
+    other = InPlaceGraph(lambda tensor: tensor * 2, recorder)
+    tensor = torch.ones(4, device="cuda")
+    for _ in range(4):
+        assert torch.equal(again.run([tensor], tensor), 4 * torch.ones(4, device="cuda"))
+        assert torch.ones(1, device="cuda").item() == 1  # the device is none the worse for it,
+        assert torch.equal(other.run([tensor], tensor), 2 * torch.ones(4, device="cuda"))  # nor are other recordings
+    assert None not in other._recordings.values()

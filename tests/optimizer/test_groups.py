@@ -159,14 +159,14 @@ def test_a_group_that_is_added_needs_no_names_where_the_model_is_known(given):
     if given == "model=":
         optimizer = egop.ReparameterizedOptimizer(model[0].parameters(), torch.optim.AdamW, model=model, lr=0.01)
         optimizer.add_param_group({"params": model[2:].parameters()})
-        assert optimizer.layers["6.weight"].kind == "head"
+        assert optimizer._engine.layers["6.weight"].kind == "head"
         before = cases.parameters_of(model)
         assert all(not torch.equal(before[name], value) for name, value in trained(model, optimizer).items())
     else:
         optimizer = egop.ReparameterizedOptimizer(model, torch.optim.AdamW, lr=0.01)
         model.added = nn.Linear(3, 3)
         optimizer.add_param_group({"params": list(model.added.parameters())})
-    assert not any(layer.is_guess for layer in optimizer.layers.values())
+    assert not any(layer.is_guess for layer in optimizer._engine.layers.values())
     assert [name for group in optimizer.param_groups for name in group["param_names"]] == [
         name for name, _ in model.named_parameters()
     ]

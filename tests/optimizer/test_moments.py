@@ -41,7 +41,7 @@ def stacked(states, key):
 def carried(states, old, new, **options):
     """The states after a change of basis: what moves, and what stays as it was."""
     moved = [moments.select_movable(state, shape) for state, shape in zip(states, old.coordinate_shapes(), strict=True)]
-    fresh = moments.rotate_states(moved, old, new, **options)
+    fresh = moments.rotate_states(moved, old, new, new.rotation_from(old), **options)
     return [state | own for state, own in zip(states, fresh, strict=True)]
 
 
@@ -123,7 +123,7 @@ def test_vectors_in_containers_are_rotated_as_vectors(container):
     }[container]
     moved = moments.select_movable({"momentum_buffer": pair}, one.shape)
     assert [id(tensor) for tensor in moved.values()] == [id(one), id(other)]  # to be written where they are
-    found = moments.rotate_states([moved], old, new)[0]
+    found = moments.rotate_states([moved], old, new, new.rotation_from(old))[0]
     for before, after in zip((one, other), found.values(), strict=True):
         torch.testing.assert_close(after, new.dense().mT @ old.dense() @ before, rtol=0, atol=1e-12)
 

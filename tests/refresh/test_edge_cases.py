@@ -9,7 +9,7 @@ from torch import nn
 import cases
 import egop
 from egop.numerics import eigenbasis
-from egop.optimizer import moments, stacks
+from egop.optimizer import moments
 
 
 def network():
@@ -109,11 +109,9 @@ def test_a_rebase_that_fails_halfway_leaves_the_weights_unchanged(monkeypatch):
         torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("still", [False, True], ids=["anywhere", "in one place"])
 @pytest.mark.parametrize("structure", [egop.Identity(), egop.Shared(), egop.Kronecker()], ids=str)
-def test_gradients_have_the_strides_of_coordinates_for_fused_kernels(structure, still, monkeypatch):
+def test_gradients_have_the_strides_of_coordinates_for_fused_kernels(structure):
     """In channels_last, gradients have other strides than coordinates."""
-    monkeypatch.setattr(stacks, "_is_small", lambda blocks: still)
     results = []
     for basis_wanted in (False, True):
         torch.manual_seed(0)

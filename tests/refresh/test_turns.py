@@ -206,9 +206,9 @@ def test_a_step_in_which_nothing_is_due_only_updates_gram_matrices(options, monk
     def refuse(*_, **__):
         raise AssertionError
 
-    for name in ("_renew", "_find_drifted", "_assign_turns", "count_failures", "prepare", "_list_undecided"):
+    for name in ("_renew", "_find_drifted", "count_failures", "prepare", "_list_undecided"):
         monkeypatch.setattr(optimizer.refresher, name, refuse)
-    for name in ("_arrange", "_update_blocks", "find_ranges", "_find_all_seen"):
+    for name in ("_arrange", "find_ranges"):
         monkeypatch.setattr(optimizer.refresher.grams, name, refuse)
     before = {name: gram["left"].clone() for name, gram in optimizer.refresher.grams.by_block.items()}
     steps(model, optimizer, 3, first=4)

@@ -194,7 +194,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         rates = {id(group): self._buffer_rates(group, weights[0]) for group, weights, _ in parts}
         buffered, tensors = [], []
         for group, weights, gradients in parts:
-            buffers = self._buffer_gradients(group, weights, gradients)
+            buffers = self._buffer_gradients(weights, gradients)
             buffered.append((group, weights, buffers, *rates[id(group)]))
             tensors += [*weights, *buffers, *self._graph_inputs(group, weights), *rates[id(group)]]
         self._graph.run(tensors, self, buffered, _recorded_settings(group for group, _, _ in parts))
@@ -205,11 +205,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         """Return the tensors that a step reads besides weights, gradients and rates. Counters stay on the CPU."""
         return [tensor for weight in weights for tensor in self.state[weight].values() if tensor.dim()]
 
-    def _buffer_gradients(
-        self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]
-    ) -> list[Tensor]:
-        if group["matrices_last"]:  # gradients of egop's coordinates are always in the same memory
-            return gradients
+    def _buffer_gradients(self, weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         buffers = [self._gradient_buffers.setdefault(weight, torch.empty_like(weight)) for weight in weights]
         copy_all(buffers, gradients)
         return buffers

@@ -9,7 +9,7 @@ from egop.optimizer.groups import name_groups, named_parameters
 from egop.optimizer.moments import Moments, check_moments
 from egop.optimizer.refreshing import Rebasable, Refresh, Refresher
 from egop.optimizer.reparameterized import ReparameterizedOptimizer
-from egop.optimizer.stacks import Stack, Stacks
+from egop.optimizer.stacks import Stack
 
 __all__ = [
     "BoundBlock",
@@ -19,7 +19,6 @@ __all__ = [
     "Refresher",
     "ReparameterizedOptimizer",
     "Stack",
-    "Stacks",
     "check_moments",
     "find_user_level",
     "name_groups",

@@ -235,11 +235,13 @@ class BoundParameters:
 
     def matches(self, groups: Groups) -> bool:
         """Return True if the groups still hold the same tensors, with the same dtype and device."""
-        tensors = _list_parameters(groups)
-        if len(tensors) != len(self.tensors) or not all(map(operator.is_, tensors, self.tensors)):
-            return False
-        named = sum(len(group.get("param_names", ())) for group in groups)
-        return named == len(tensors) and list(map(_get_kind, tensors)) == self.kinds
+        tensors: list[Tensor] = []
+        for group in groups:
+            if len(group.get("param_names", ())) != len(group["params"]):
+                return False
+            tensors += group["params"]
+        is_same = len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
+        return is_same and list(map(_get_kind, tensors)) == self.kinds
 
     def find_names(self, groups: Groups) -> list[str]:
         """Return the names of the groups' current parameters. A new one takes the name that belongs to its position."""

@@ -38,13 +38,7 @@ def check_class(
 ) -> bool:
     """Raise TypeError for a class that does not work coordinate by coordinate.
 
-    Args:
-        optimizer_class: the class.
-        groups: the parameter groups, each with its own settings.
-        hyperparameters: the arguments of the class.
-
-    Returns:
-        Whether the class treats matrices and vectors differently, see :func:`check_blocks`.
+    Return True if it treats matrices and vectors differently, see :func:`check_blocks`.
     """
     name = optimizer_class.__name__
     if callable(getattr(optimizer_class, "eval", None)):
@@ -90,13 +84,7 @@ def get_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def complete_hyperparameters(
     optimizer_class: type[Optimizer], group: Mapping[str, Any], hyperparameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the optimizer's hyper-parameters with its own defaults filled in.
-
-    Args:
-        optimizer_class: the class.
-        group: one of its groups, since some classes need settings there.
-        hyperparameters: its arguments.
-    """
+    """Return the optimizer's hyper-parameters with its own defaults filled in; some classes need a group's settings."""
     # The optimizer is thrown away. Its parameter is a matrix because some classes take nothing else.
     number = torch.zeros(1, 1, requires_grad=True, device="cpu")
     try:

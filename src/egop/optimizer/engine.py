@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from egop.basis import Basis, ModuleIndex, Role, check_disjoint
 from egop.distributed import LocalShards
 from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding
-from egop.optimizer.checks import check_blocks, check_class, is_own_or_torch, warn_of_no_effect
+from egop.optimizer.checks import check_blocks, check_class, warn_of_no_effect
 from egop.optimizer.inner import BaseOptimizer, InnerOptimizers, check_lookahead, look_ahead
 from egop.optimizer.moments import Moments, check_moments, select_movable
 from egop.optimizer.refreshing import Refresher
-from egop.optimizer.stacks import Stack, Stacks
+from egop.optimizer.stacks import Stack, stack_blocks
 
 
 class Engine:
@@ -38,10 +38,9 @@ class Engine:
         self.excluded: dict[str, str] = {}  # weights without a basis, with the reasons given by the basis
         self.pieces = LocalShards()
         self._inner: InnerOptimizers | None = None
-        self._stacks: Stacks | None = None
+        self._stacks: list[Stack] | None = None
         self.bound = BoundParameters()
         self.exported: Any = None  # the state that was read since the last step, see `state.ExportedState`
-        self.loading: Any = None  # parts built from a state dict that is being loaded, see `state.RestoredParts`
 
     @property
     def is_built(self) -> bool:
@@ -60,11 +59,10 @@ class Engine:
         return self.base.outside_class
 
     @property
-    def stacks(self) -> Stacks:
+    def stacks(self) -> list[Stack]:
         """The blocks, stacked by kind and shape; built when needed, not after each of many added groups."""
         if self._stacks is None:
-            reused = is_own_or_torch(self.base.optimizer_class)  # others may keep a gradient until their next step
-            self._stacks = Stacks(self.blocks, reused=reused)
+            self._stacks = stack_blocks(self.blocks)
         return self._stacks
 
     @property
@@ -95,14 +93,7 @@ class Engine:
         first_group: int = 0,
         layers: Mapping[str, Role] | None = None,
     ) -> list[BoundBlock]:
-        """Bind the blocks of a basis to the parameters of these groups, without changing anything.
-
-        Args:
-            basis: the basis.
-            groups: some of the parameter groups, or one that is to be added.
-            first_group: the position of the first.
-            layers: the roles of their parameters, if they are not yet known.
-        """
+        """Bind the blocks of a basis to the parameters of these groups, without changing anything."""
         blocks = bind_blocks(basis, groups, first_group, needs_matrices=self.base.needs_matrices)
         check_padding(blocks, groups, self.layers if layers is None else layers)
         if self.is_for_matrices:
@@ -114,11 +105,7 @@ class Engine:
     ) -> None:
         """Use these blocks from now on.
 
-        Args:
-            blocks: the blocks.
-            pieces: the local parts of sharded parameters outside the blocks, if they change.
-            inner: optimizers over their coordinates; by default new ones, which keep the state of all tensors that
-                continue to be stepped.
+        New inner optimizers keep the state of all tensors that continue to be stepped.
         """
         pieces = pieces or self.pieces
         if inner is None:
@@ -142,28 +129,39 @@ class Engine:
         self.inner.load_settings(self.param_groups)
         stacks = self.stacks
         try:
-            stacks.collect()
-            self.pieces.sync()
+            self._collect_gradients(stacks)
             if refresher is not None:
                 refresher.observe(self)
                 if self.stacks is not stacks:  # it has created other blocks, which take this step
-                    stacks.drop_gradients()
+                    self._drop_gradients(stacks)
                     stacks = self.stacks
-                    stacks.collect()
-            stacks.encode_gradients()
+                    self._collect_gradients(stacks)
+            for stack in stacks:
+                stack.encode_gradients()
             try:
                 self.inner.step()
-                stacks.decode_coordinates()
+                for stack in stacks:
+                    stack.decode_coordinates()
             except BaseException:  # some coordinates may have been stepped already
-                stacks.invalidate()
+                for stack in stacks:
+                    stack.invalidate()
                 raise
         finally:
-            stacks.drop_gradients()
-            self.pieces.clear_gradients()
+            self._drop_gradients(stacks)
         if self.base.is_foreign:
             self.inner.store_settings(self.param_groups)
         if refresher is not None:
             refresher.after_step(self)
+
+    def _collect_gradients(self, stacks: Sequence[Stack]) -> None:
+        for stack in stacks:
+            stack.collect_gradients()
+        self.pieces.sync()
+
+    def _drop_gradients(self, stacks: Sequence[Stack]) -> None:
+        for stack in stacks:
+            stack.drop_gradients()
+        self.pieces.clear_gradients()
 
     # --- for a refresh, during a step ---
 
@@ -206,8 +204,9 @@ class Engine:
         for block in blocks.values():  # refuse unknown state before anything changes
             for coordinate in block.coordinates:
                 select_movable(self.inner.state.get(coordinate, {}), coordinate.shape, moments)
-        for stack, members, tensors in self.stacks.find_moved(basis):
-            self.rebase_stack(stack, members, tensors, moments)
+        for stack in self.stacks:
+            for members, tensors in stack.find_moved(basis):
+                self.rebase_stack(stack, members, tensors, moments)
         for name in basis:
             blocks[name].spectrum = basis.spectrum.get(name)
 
@@ -223,7 +222,7 @@ class Engine:
 
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
         """Continue in other bases for some blocks of one stack, without the checks of :meth:`rebase`."""
-        stack.rebase(members, tensors, self.inner.state, moments, in_place=self.stacks.still)
+        stack.rebase(members, tensors, self.inner.state, moments)
         for block in stack.blocks[members]:
             block.spectrum = None  # it belongs to the old basis
         if moments == "reset":

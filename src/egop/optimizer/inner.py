@@ -27,13 +27,7 @@ Group = dict[str, Any]
 
 
 class BaseOptimizer:
-    """The classes and options of the inner optimizers.
-
-    Args:
-        optimizer_class: steps the coordinates.
-        hyperparameters: its arguments.
-        outside: another class, or a class and its options, for the parameters outside every block.
-    """
+    """The classes and options of the inner optimizers."""
 
     def __init__(self, optimizer_class: type[Optimizer], hyperparameters: Mapping[str, Any], outside: Any) -> None:
         self.optimizer_class, self.hyperparameters = optimizer_class, dict(hyperparameters)
@@ -57,13 +51,7 @@ class BaseOptimizer:
     def split_group(
         self, group: Mapping[str, Any], block_of: Mapping[int, BoundBlock], pieces: LocalShards
     ) -> tuple[list[Group], Group | None]:
-        """Return the inner groups for one of the user's: those of the first optimizer, and that of ``outside``.
-
-        Args:
-            group: the user's group.
-            block_of: the block of each parameter, see :func:`egop.optimizer.binding.map_to_blocks`.
-            pieces: the local parts of sharded parameters outside the blocks.
-        """
+        """Return the inner groups for one of the user's: those of the first optimizer, and that of ``outside``."""
         members: dict[int, Tensor] = {}  # in the order of the group; a block comes where its first parameter is
         others: list[Tensor] = []
         for parameter in group["params"]:
@@ -108,12 +96,6 @@ class InnerOptimizers:
     """The optimizer of the coordinates, and the one for everything outside the blocks if it is separate.
 
     Both share one state. Without an outside optimizer the first one steps everything.
-
-    Args:
-        base: their classes and options.
-        groups: the user's parameter groups; each has inner groups in the same position.
-        blocks: the blocks whose coordinates are stepped.
-        pieces: the local parts of sharded parameters outside the blocks.
     """
 
     def __init__(
@@ -129,16 +111,15 @@ class InnerOptimizers:
             own = {key: state for key, state in self.outside.state.items() if isinstance(key, Tensor)}
             self.coordinates.state.update(own)
             self.outside.state = self.coordinates.state
-        made = [iter(each.param_groups) for each in (self.coordinates, self.outside) if each is not None]
+        inside_groups = iter(self.coordinates.param_groups)
+        outside_groups = iter(self.outside.param_groups if self.outside is not None else [None] * len(splits))
         # The inner groups of each of the user's groups.
-        self._groups = [
-            ([next(made[0]) for _ in inside], next(made[1]) if outside else None) for inside, outside in splits
-        ]
+        self._groups = [([next(inside_groups) for _ in inside], next(outside_groups)) for inside, _ in splits]
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """Both optimizers, in the order of their steps: the outside one sees raw gradients and may refuse them."""
-        return [self.coordinates] if self.outside is None else [self.outside, self.coordinates]
+        return [each for each in (self.outside, self.coordinates) if each is not None]
 
     @property
     def state(self) -> dict[Any, Any]:
@@ -199,13 +180,9 @@ class InnerOptimizers:
     def make_fresh_states(
         self, tensors: Sequence[Tensor], optimizer: Optimizer, group: Group, *, steps: int = 0
     ) -> list[dict[str, Any]]:
-        """Return the states that tensors have before their first step, or in the form that they have after some.
+        """Return the states that a group's tensors have before their first step, or in their form after some steps.
 
-        Args:
-            tensors: some of the group's tensors.
-            optimizer: the one that steps them.
-            group: the group that they are in.
-            steps: how many steps to take with zero gradients on copies.
+        These steps are taken with zero gradients, on copies.
         """
         settings = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
         used = [torch.zeros_like(tensor).requires_grad_() for tensor in tensors] if steps else list(tensors)
@@ -220,11 +197,6 @@ class InnerOptimizers:
             if isinstance(state.get("step"), Tensor | int | float):
                 state["step"] = state["step"] * 0  # no step has been taken
         return states
-
-    def load_state(self, tensor: Tensor, state: dict[Any, Any]) -> None:
-        """Take the state of a tensor, unless it is empty: some optimizers create states in their constructor."""
-        if state:
-            self.state[tensor] = state
 
     def take_over(self, previous: InnerOptimizers) -> None:
         """Take the state of all tensors that earlier optimizers have stepped too, and what belongs to no tensor."""

@@ -135,16 +135,7 @@ def move_states(
     rest: Sequence[Tensor] | None = None,
     changed: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the state tensors, and their values in the new bases.
-
-    Args:
-        old: the current bases.
-        new: the bases to move to.
-        states: the state tensors; all blocks have the same.
-        rotation: the rotation between the bases, if there is one.
-        rest: the part of the blocks' tensors outside the old bases.
-        changed: which blocks have another basis; the states of the others keep their values.
-    """
+    """Return the state tensors, and their values in the new bases. Blocks that did not change keep their values."""
     stacked = [
         {key: stack_tensors([block[place][key] for block in states]) for key in state}
         for place, state in enumerate(states[0])
@@ -163,7 +154,7 @@ def rotate_states(
     states: Sequence[Mapping[str, Tensor]],
     old: ChangeOfBasis,
     new: ChangeOfBasis,
-    rotation: Mapping[str, Tensor] | None = None,
+    rotation: Mapping[str, Tensor] | None,
     rest: Sequence[Tensor] | None = None,
 ) -> list[dict[str, Tensor]]:
     """Return the state of a block's coordinates after a change of basis.
@@ -172,10 +163,9 @@ def rotate_states(
         states: the movable state of each coordinate tensor, see :func:`select_movable`.
         old: the current basis.
         new: the basis to move to.
-        rotation: the rotation between them, if known already.
+        rotation: the rotation between them, if there is one.
         rest: the part of the block's tensors outside the old basis, which belongs to every point.
     """
-    rotation = new.rotation_from(old) if rotation is None else rotation
     fresh: list[dict[str, Tensor]] = [{} for _ in states]
     for path in dict.fromkeys(path for state in states for path in state):
         if not all(path in state for state in states):

@@ -16,7 +16,7 @@ from egop.basis import Basis, ChangeOfBasis, Plan, Role, call_hint
 from egop.formatting import pluralize
 from egop.optimizer.binding import BoundBlock
 from egop.optimizer.moments import Moments
-from egop.optimizer.stacks import Stack, Stacks
+from egop.optimizer.stacks import Stack
 
 _UNSOUND = "the gradients' Gram matrix is not finite, or its decomposition failed"
 
@@ -36,7 +36,7 @@ class Rebasable(Protocol):
         """The blocks with their live parameters."""
 
     @property
-    def stacks(self) -> Stacks:
+    def stacks(self) -> list[Stack]:
         """The blocks, stacked by kind and shape."""
 
     def rebase(self, basis: Basis, *, moments: Moments = "rotate") -> None:

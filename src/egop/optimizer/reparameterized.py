@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egop.basis import Basis, ModuleIndex, Plan, Role, check_disjoint, find_roles
+from egop.basis import Basis, ModuleIndex, Plan, check_disjoint, find_roles
 from egop.numerics import outside_inference_mode, without_autocast
 from egop.optimizer import display
 from egop.optimizer.binding import BoundBlock
@@ -20,13 +20,7 @@ from egop.optimizer.groups import name_groups, named_parameters
 from egop.optimizer.inner import BaseOptimizer
 from egop.optimizer.moments import Moments
 from egop.optimizer.refreshing import Refresh, Refresher, check_refresh
-from egop.optimizer.stacks import Stacks
-from egop.optimizer.state import (
-    ExportedState,
-    RestoredParts,
-    parse_state_dict,
-    rebuild,
-)
+from egop.optimizer.state import ExportedState, RestoredParts, parse_state_dict, rebuild
 
 
 class ReparameterizedOptimizer(Optimizer):
@@ -189,11 +183,6 @@ class ReparameterizedOptimizer(Optimizer):
         return display.format_text(type(self).__name__, self._engine) if self._engine.is_built else repr(self)
 
     @property
-    def stacks(self) -> Stacks:
-        """The blocks, stacked by kind and shape."""
-        return self._engine.stacks
-
-    @property
     def inner(self) -> Optimizer:
         """The optimizer that steps the coordinates, and everything else if there is no ``outside``."""
         return self._engine.inner.coordinates
@@ -202,11 +191,6 @@ class ReparameterizedOptimizer(Optimizer):
     def refresher(self) -> Refresher | None:
         """The object that keeps the basis current, with its counts."""
         return self._engine.refresher
-
-    @property
-    def layers(self) -> dict[str, Role]:
-        """The role of each parameter."""
-        return self._engine.layers
 
     @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -312,13 +296,20 @@ class ReparameterizedOptimizer(Optimizer):
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"A state dict must be a dict as optimizer.state_dict() gives it, got {state_dict!r:.80}.")
         self._engine.wait_for_refresh()
-        # The last hook sees the state as the other hooks have left it; torch then loads the groups.
-        handle = self.register_load_state_dict_pre_hook(_parse_before_load)
-        try:
-            super().load_state_dict(dict(state_dict))
-        finally:
-            handle.remove()
-            self._engine.loading = None
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        parts, self.param_groups = parse_state_dict(self._engine, state_dict)
+        self._use(parts)
+        if parts.with_refresh and self.refresher is None:
+            warnings.warn(
+                "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay "
+                "fixed.",
+                stacklevel=find_user_level(),
+            )
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def __copy__(self) -> ReparameterizedOptimizer:
         twin = type(self).__new__(type(self))
@@ -331,21 +322,9 @@ class ReparameterizedOptimizer(Optimizer):
         return {"defaults": self.defaults, "_engine": self._engine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, or take the parameter groups that torch has loaded."""
-        if "_engine" in state:
-            super().__setstate__(state)
-            return
-        parts = self._engine.loading
-        if parts is None:
+        if "_engine" not in state:
             raise TypeError("Load a state by optimizer.load_state_dict(state_dict), not by __setstate__.")
-        self.param_groups = state["param_groups"]
-        self._use(parts)
-        if parts.with_refresh and self.refresher is None:
-            warnings.warn(
-                "The bases were being renewed when this state was saved. This optimizer has no refresh=, so they stay "
-                "fixed.",
-                stacklevel=find_user_level(),
-            )
+        super().__setstate__(state)
 
     def _use(self, parts: RestoredParts) -> None:
         """Replace the working parts with those built from a state."""
@@ -353,10 +332,3 @@ class ReparameterizedOptimizer(Optimizer):
         if self.refresher is not None and parts.refresher is not None:
             self.refresher.__dict__.update(parts.refresher.__dict__)
         self._engine.build(parts.blocks, parts.pieces, parts.inner)
-
-
-def _parse_before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Build everything that a state dict describes before anything is changed, and leave the groups for torch."""
-    assert isinstance(optimizer, ReparameterizedOptimizer)
-    optimizer._engine.loading, groups = parse_state_dict(optimizer._engine, state_dict)
-    return {"state": {}, "param_groups": groups}

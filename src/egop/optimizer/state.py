@@ -45,12 +45,8 @@ def export_state(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
     """Return the state of every parameter; its tensors are the optimizer's own.
 
     A parameter that has not been stepped gets the state that it will have after a step, marked as not stepped: tools
-    that load a checkpoint in place need to know what is in it.
-
-    Args:
-        engine: the engine of the optimizer.
-        complete: for a state dict: copy coordinates and bases, which belong to the weights of this moment, and sum over
-            processes.
+    that load a checkpoint in place need to know what is in it. A state dict is ``complete``: coordinates and bases are
+    copies, since they belong to the weights of this moment, and processes are summed.
     """
     refresher = engine.refresher
     if refresher is not None:
@@ -126,12 +122,7 @@ def _map_tensors(function: Callable[[Tensor], Tensor], state: Mapping[Any, Any])
 
 
 class ExportedState:
-    """A state as it was exported, used to detect edits.
-
-    Args:
-        engine: the engine of the optimizer.
-        complete: as in :func:`export_state`.
-    """
+    """A state as it was exported, used to detect edits."""
 
     def __init__(self, engine: Engine, *, complete: bool = False) -> None:
         self._before = export_state(engine, complete=complete)
@@ -262,12 +253,10 @@ def parse_state_dict(engine: Engine, state_dict: dict[str, Any]) -> tuple[Restor
     try:
         entries, others = _read_entries(state_dict, engine)
         groups = [
-            group | {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+            group | copy.deepcopy({key: value for key, value in saved.items() if key not in ("params", "param_names")})
             for group, saved in zip(engine.param_groups, state_dict["param_groups"], strict=True)
         ]
         parts = _restore(engine, entries, others, groups)
-        # Torch copies the groups and puts the parameters back.
-        groups = [group | {"params": list(range(len(group["params"])))} for group in groups]
     except Exception as error:
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}."
         raise ValueError(f"The state dict does not fit this optimizer, or is damaged. {text}") from error
@@ -360,14 +349,7 @@ def _check_about(abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
 def _restore(
     engine: Engine, entries: Sequence[Mapping[str, Any]], others: Mapping[Any, Any], groups: Sequence[Group]
 ) -> RestoredParts:
-    """Build the working parts that states describe for the groups' current parameters, without side effects.
-
-    Args:
-        engine: the engine of the optimizer.
-        entries: the state of each parameter.
-        others: the inner optimizer's state that belongs to no parameter.
-        groups: the parameter groups, with the hyper-parameters to use.
-    """
+    """Build the working parts that states describe for the groups' current parameters, without side effects."""
     saved = [_SavedEntry(entry) for entry in entries]
     of_blocks = sorted((each for each in saved if "block" in each.about), key=lambda each: int(each.about["place"]))
     changes = []
@@ -383,17 +365,20 @@ def _restore(
     parameters = [parameter for group in engine.param_groups for parameter in group["params"]]
     cast = any(str(parameter.dtype) != each.about["dtype"] for parameter, each in zip(parameters, saved, strict=True))
     check, block_of = StateCheck(inner, cast=cast), map_to_blocks(blocks)
+    states: dict[Tensor, dict[Any, Any]] = {}
     for parameter, each in zip(parameters, saved, strict=True):
         owner = block_of.get(id(parameter))
         if owner is None:
             piece = pieces.get(parameter)
             local = _take_local(each.find_inner(0), parameter, is_cut=True)
-            inner.load_state(piece, check.adapt(local, piece, f"parameter '{each.about['name']}'"))
+            states[piece] = check.adapt(local, piece, f"parameter '{each.about['name']}'")
         elif owner.originals[0] is parameter:
             originals = owner.originals if owner.by_rows else [parameter] * len(owner.coordinates)
             for place, (coordinate, original) in enumerate(zip(owner.coordinates, originals, strict=True)):
                 local = _take_local(each.find_inner(place), original, is_cut=owner.by_rows)
-                inner.load_state(coordinate, check.adapt(local, coordinate, f"block '{owner.name}'"))
+                states[coordinate] = check.adapt(local, coordinate, f"block '{owner.name}'")
+    # Optimizers that create states in their constructor keep those.
+    inner.state.update({tensor: state for tensor, state in states.items() if state})
     inner.shared_state = copy.deepcopy(dict(others))
     with_refresh = any(each.about["refresh"] for each in saved)
     refresher = copy.copy(engine.refresher)

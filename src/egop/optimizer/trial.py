@@ -41,11 +41,6 @@ def try_optimizer(
     The steps of an optimizer that treats all coordinates alike do not depend on their arrangement: numbers that are
     shuffled into another shape get the same steps. Norms of the whole tensor may matter, since a rotation preserves
     them. If the optimizer does not run here, because it is called differently or needs more, the trial finds nothing.
-
-    Args:
-        optimizer_class: the class.
-        settings: the settings of a parameter group.
-        hyperparameters: the arguments of the class.
     """
     try:
         return _try_cached((optimizer_class, tuple(settings.items()), tuple(hyperparameters.items())))

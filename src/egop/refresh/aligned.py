@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from egop.basis import ChangeOfBasis, Shared, Side
 from egop.distributed import to_full
 from egop.numerics import GraphedFunction, Recorder, check_positive_int
 from egop.optimizer import BoundBlock, Rebasable, Refresh, Refresher, Stack
-from egop.refresh.eigenbases import align, renew_in_batches
+from egop.refresh.eigenbases import align, find_runs, renew_in_batches
 from egop.refresh.new_blocks import BlockCreatingRefresher
 
 _CREATED = "created"  # saved for each block: whether this refresh created it
@@ -60,12 +59,12 @@ class Aligned(Refresh):
 class _AlignedRefresher(BlockCreatingRefresher):
     def __init__(self, optimizer: Rebasable, config: Aligned) -> None:
         super().__init__(optimizer, config, "auto", "parameter", config.memory, (Shared(side=config.side),))
-        self.every = config.every
+        self._every = config.every
         self._renewal = GraphedFunction(align, Recorder())
 
     def observe(self, optimizer: Rebasable) -> None:
         self.report_failures()
-        if self.steps % self.every == 0:
+        if self.steps % self._every == 0:
             self.renew(optimizer)
 
     def after_step(self, optimizer: Rebasable) -> None:
@@ -80,10 +79,8 @@ class _AlignedRefresher(BlockCreatingRefresher):
         rotations = renew_in_batches(self._renewal, [_compute_image(optimizer, stack) for stack in stacks])
         self.count_failures(torch.cat([sound.flatten() for _, sound in rotations]))
         for stack, (fresh, _) in zip(stacks, rotations, strict=True):
-            for _, run in groupby(enumerate(stack.active), lambda pair: pair[1] - pair[0]):
-                places, members = zip(*run, strict=True)
-                tensors = {"basis": fresh[places[0] : places[-1] + 1]}
-                optimizer.rebase_stack(stack, slice(members[0], members[-1] + 1), tensors, "rotate")
+            for places, members in find_runs(stack.active):
+                optimizer.rebase_stack(stack, members, {"basis": fresh[places]}, "rotate")
 
     def can_renew(self, change: ChangeOfBasis) -> bool:
         return isinstance(change.structure(), Shared)
@@ -119,4 +116,4 @@ def _compute_image(optimizer: Rebasable, stack: Stack) -> tuple[Tensor, Tensor]:
     (momentum,), (mapped,) = optimizer.lookahead(stack)
     change, _ = stack.active_part()
     image = momentum.mT @ mapped if change.is_rowwise else momentum @ mapped.mT
-    return stack.summed(image), change.tensors["basis"]  # summed, so that every process finds the same rotation
+    return stack.sum_over_rows(image), change.tensors["basis"]  # summed, so that every process finds the same rotation

@@ -5,7 +5,8 @@ All functions accept matrices with leading batch dimensions. On a GPU only the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -93,6 +94,18 @@ def off_diagonal_share(gram: Tensor, basis: Tensor) -> Tensor:
     total = torch.linalg.matrix_norm(inside)
     rest = torch.linalg.matrix_norm(inside - inside.diagonal(dim1=-2, dim2=-1).diag_embed())
     return torch.where(total == 0, 0, rest / total)
+
+
+def find_runs(indices: Sequence[int], kinds: Sequence[Any] | None = None) -> Iterator[tuple[slice, slice]]:
+    """Yield runs of consecutive indices (of one kind): their places in the sequence, and the indices themselves."""
+
+    def key(pair: tuple[int, int]) -> tuple[int, Any]:
+        place, index = pair
+        return index - place, None if kinds is None else kinds[place]
+
+    for _, run in groupby(enumerate(indices), key):
+        places, members = zip(*run, strict=True)
+        yield slice(places[0], places[-1] + 1), slice(members[0], members[-1] + 1)
 
 
 def renew_in_batches(renewal: Renewal, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from egop.basis import ChangeOfBasis
 from egop.distributed import to_full
-from egop.numerics import InPlaceGraph, Recorder
-from egop.optimizer import BoundBlock, Stack, Stacks
+from egop.optimizer import BoundBlock, Stack
+from egop.refresh.eigenbases import find_runs
 
 BlockRange = tuple[Stack, slice]  # consecutive blocks of a stack
 _PREFIX = "gram/"  # prefix of the names under which the matrices are saved
@@ -25,7 +24,6 @@ class GramMatrices:
     fails, and the mean starts again with the gradient after that.
 
     Args:
-        decay: the decay of the running means.
         by_block: the means so far, by block name and tensor of its basis.
         totals: the blocks among them whose means include the rows of all processes.
     """
@@ -36,50 +34,37 @@ class GramMatrices:
         self.decay = decay
         self.by_block = dict(by_block or {})  # views of the stacked matrices, once these exist
         self._totals = set(totals)
-        self._stacks: Stacks | None = None
+        self._stacks: list[Stack] | None = None
         self._stacked: dict[Stack, dict[str, Tensor]] = {}  # of the stacks that can be renewed
-        self._flat: dict[Stack, dict[str, Tensor]] = {}  # the same with one batch dimension
-        self._all_seen: set[Stack] = set()  # stacks in which every block has received a gradient
-        self._add = InPlaceGraph(add_gradients, Recorder())
 
-    def follow(self, stacks: Stacks) -> None:
+    def follow(self, stacks: list[Stack]) -> None:
         """Arrange the matrices like these stacks. Call this before any method that takes a stack."""
         if self._stacks is stacks:
             return
         self._stacked = {stack: self._arrange(stack) for stack in stacks if stack.change.is_renewable()}
-        self._flat = {
-            stack: {key: gram.flatten(0, -3) for key, gram in grams.items()} for stack, grams in self._stacked.items()
-        }
         self._stacks = stacks
-        self._find_all_seen()
 
     def update(self) -> None:
-        """Add the gradients of a step to the running means."""
-        assert self._stacks is not None
-        whole_stacks = []
-        for stack, grams in self._flat.items():
-            if stack in self._all_seen and len(stack.active) == len(stack.blocks):
-                whole_stacks.append((stack.change, stack.gradients, grams))
-            elif stack.active:
-                self._update_blocks(stack)
-        if self._stacks.still and whole_stacks:  # gradients are at the same addresses in every step
-            tensors = [tensor for _, gradients, grams in whole_stacks for tensor in (*gradients, *grams.values())]
-            self._add.run(tensors, whole_stacks, self.decay)
-        else:
-            add_gradients(whole_stacks, self.decay)
+        """Add the gradients of a step to the running means. A mean starts with its block's first Gram matrix."""
+        for stack, grams in self._stacked.items():
+            names = [stack.blocks[index].name for index in stack.active]
+            known = [name in self.by_block for name in names]
+            for places, members in find_runs(stack.active, known):
+                gradients = [gradient[places] for gradient in stack.gradients]
+                means = {key: gram[members] for key, gram in grams.items()}
+                add_gradients(stack.change.part(members), gradients, means, self.decay if known[places.start] else 0.0)
+            for name, index in zip(names, stack.active, strict=True) if not all(known) else ():
+                self.by_block.setdefault(name, {key: gram[index] for key, gram in grams.items()})
 
     def stacked(self, stack: Stack) -> dict[str, Tensor]:
         """Return the Gram matrices of a stack's blocks."""
         return self._stacked[stack]
 
-    def find_ranges(self, stack: Stack, indices: Iterable[int] | None = None) -> Iterator[BlockRange]:
-        """Yield the blocks that have received a gradient, among the given ones or all that are trained."""
-        if indices is None:
-            indices = [index for index, block in enumerate(stack.blocks) if block.is_trained]
-        chosen = [index for index in indices if stack.blocks[index].name in self.by_block]
-        for _, run in groupby(enumerate(chosen), lambda pair: pair[1] - pair[0]):
-            members = [index for _, index in run]
-            yield stack, slice(members[0], members[-1] + 1)
+    def find_ranges(self, stack: Stack, indices: Iterable[int] | None = None) -> list[BlockRange]:
+        """Return the blocks among these, or all, that are trained and have received a gradient."""
+        pairs = [(i, stack.blocks[i]) for i in (range(len(stack.blocks)) if indices is None else indices)]
+        chosen = [index for index, block in pairs if block.is_trained and block.name in self.by_block]
+        return [(stack, members) for _, members in find_runs(chosen)]
 
     def has_seen(self, block: BoundBlock) -> bool:
         """Return True if the block has received a gradient in its present structure."""
@@ -89,14 +74,13 @@ class GramMatrices:
     def traces(self, stack: Stack) -> list[float]:
         """Return the trace of one Gram matrix of each block, which is zero if all its gradients were zero."""
         gram = next(iter(self._stacked[stack].values()))
-        traces: list[float] = stack.summed(gram.diagonal(dim1=-2, dim2=-1).flatten(1).sum(1)).tolist()
+        traces: list[float] = stack.sum_over_rows(gram.diagonal(dim1=-2, dim2=-1).flatten(1).sum(1)).tolist()
         return traces
 
     def forget(self, names: Iterable[str]) -> None:
         """Discard the means of these blocks; their next gradients start new ones."""
         for name in names:
             del self.by_block[name]
-        self._find_all_seen()
 
     def export(self, stack: Stack, *, complete: bool) -> list[dict[str, Tensor]]:
         """Return the tensors to save for each block of a stack.
@@ -116,7 +100,7 @@ class GramMatrices:
                     _zero_grams(block.change) if block.name in self._totals else grams
                     for block, grams in zip(stack.blocks, exported, strict=True)
                 ]
-            sums = {key: stack.summed(torch.stack([grams[key] for grams in exported])) for key in exported[0]}
+            sums = {key: stack.sum_over_rows(torch.stack([grams[key] for grams in exported])) for key in exported[0]}
             exported = [{key: total[index] for key, total in sums.items()} for index in range(len(exported))]
             for block, totals in zip(stack.blocks, exported, strict=True):
                 if block.name not in self._totals and self.has_seen(block):
@@ -132,13 +116,9 @@ class GramMatrices:
         blocks: Sequence[BoundBlock],
         seen: Collection[str],
     ) -> GramMatrices:
-        """Continue from a saved state; raise ValueError if it does not fit the blocks.
+        """Continue from what :meth:`export` returned; raise ValueError if it does not fit the blocks.
 
-        Args:
-            decay: the decay of the running means.
-            states: what :meth:`export` returned, by block name.
-            blocks: the blocks.
-            seen: the names of those that had received a gradient.
+        Only the blocks in ``seen`` had received a gradient.
         """
         by_block = {}
         for block in blocks:
@@ -156,9 +136,8 @@ class GramMatrices:
         return cls(decay, by_block, totals=by_block)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the stacks and recordings out of copies: they belong to this optimizer."""
-        own: dict[str, Any] = {"_stacks": None, "_stacked": {}, "_flat": {}, "_all_seen": set()}
-        return self.__dict__ | own | {"_add": InPlaceGraph(add_gradients, Recorder())}
+        """Leave the stacks out of copies: they belong to this optimizer."""
+        return self.__dict__ | {"_stacks": None, "_stacked": {}}
 
     def _arrange(self, stack: Stack) -> dict[str, Tensor]:
         """Stack the matrices of a new stack's blocks; drop those of another structure."""
@@ -173,38 +152,16 @@ class GramMatrices:
             self._totals.discard(block.name)
         return stacked
 
-    def _find_all_seen(self) -> None:
-        self._all_seen = {
-            stack for stack in self._stacked if all(block.name in self.by_block for block in stack.blocks)
-        }
 
-    def _update_blocks(self, stack: Stack) -> None:
-        """Update the blocks that have a gradient: together if it is the first one for all of them, else one by one."""
-        stacked = self._stacked[stack]
-        names = [stack.blocks[index].name for index in stack.active]
-        known = [name in self.by_block for name in names]
-        at_once = len(names) == len(stack.blocks) and not any(known)
-        for place in [slice(None)] if at_once else [slice(k, k + 1) for k in range(len(names))]:
-            first = stack.active[place][0]
-            members = slice(None) if at_once else slice(first, first + 1)
-            decay = self.decay if known[place][0] else 0.0  # a mean starts with the Gram matrix of the first gradient
-            gradients = [gradient[place] for gradient in stack.gradients]
-            grams = {key: gram[members].flatten(0, -3) for key, gram in stacked.items()}
-            add_gradients([(stack.change.part(members), gradients, grams)], decay)
-        if not all(known):
-            for name, index in zip(names, stack.active, strict=True):
-                self.by_block.setdefault(name, {key: gram[index] for key, gram in stacked.items()})
-            self._find_all_seen()
-
-
-def add_gradients(stacks: Iterable[tuple[ChangeOfBasis, Sequence[Tensor], Mapping[str, Tensor]]], decay: float) -> None:
-    """Add stacked gradients to running means of Gram matrices, which have one batch dimension."""
-    for change, gradients, grams in stacks:
-        rows = change.rows(gradients)
-        assert rows is not None
-        for key, gram in grams.items():
-            matrices = rows[key].flatten(0, -3)
-            gram.baddbmm_(matrices.mT, matrices, beta=decay, alpha=1 - decay)
+def add_gradients(
+    change: ChangeOfBasis, gradients: Sequence[Tensor], grams: Mapping[str, Tensor], decay: float
+) -> None:
+    """Add stacked gradients to running means of Gram matrices."""
+    rows = change.rows(gradients)
+    assert rows is not None
+    for key, gram in grams.items():
+        matrices = rows[key].flatten(0, -3)
+        gram.flatten(0, -3).baddbmm_(matrices.mT, matrices, beta=decay, alpha=1 - decay)
 
 
 def _gram_shapes(change: ChangeOfBasis) -> dict[str, torch.Size]:

@@ -23,7 +23,7 @@ from egop.basis import (
 )
 from egop.formatting import parse_bytes
 from egop.numerics import identity_matrices
-from egop.optimizer import Rebasable, Refresh, Refresher, Stacks, find_user_level, named_parameters
+from egop.optimizer import Rebasable, Refresh, Refresher, Stack, find_user_level, named_parameters
 
 
 class BlockCreatingRefresher(Refresher):
@@ -62,16 +62,12 @@ class BlockCreatingRefresher(Refresher):
         self._warn_of_guesses(optimizer)
 
     def restart(self, created: Iterable[str] = (), waiting: Iterable[str] = ()) -> None:
-        """Start from a loaded state.
-
-        Args:
-            created: names of the blocks that were created here.
-            waiting: names of the blocks that do not have their first basis yet.
-        """
-        self.created, self.waiting = set(created), set(waiting)
+        """Start from a loaded state."""
+        self.created = set(created)  # names of the blocks that were created here
+        self.waiting = set(waiting)  # names of those that do not have their first basis yet
         self._decided: set[str] = set()  # parameters that have been considered already
         self._undecided: list[tuple[str, Tensor]] = []  # the others outside every block
-        self._listed_for: tuple[Stacks, int] | None = None  # the stacks and the number of groups of that list
+        self._listed_for: tuple[list[Stack], int] | None = None  # the stacks and the number of groups of that list
 
     @property
     def unrotated(self) -> dict[str, str]:
@@ -133,13 +129,7 @@ class BlockCreatingRefresher(Refresher):
         return type(self.refresh).__name__
 
     def _choose(self, optimizer: Rebasable, names: Collection[str] | None = None) -> Plan:
-        """Choose a structure for each weight that is trained.
-
-        Args:
-            optimizer: the optimizer.
-            names: choose for these parameters only, in addition to the existing blocks; by default for all parameters,
-                as if there were no blocks.
-        """
+        """Choose structures for these parameters, next to the existing blocks; or for all, as if there were none."""
         everything = named_parameters(optimizer.param_groups)
         trained = {
             name: parameter

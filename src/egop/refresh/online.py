@@ -14,12 +14,13 @@ from torch import Tensor
 from egop.basis import Partition, StructureChoice, check_structure
 from egop.distributed import to_full
 from egop.numerics import GraphedFunction, Recorder, SideStream, check_fraction, check_positive_int, exact_products
-from egop.optimizer import BoundBlock, Moments, Rebasable, Refresh, Refresher, Stack, Stacks, check_moments
+from egop.optimizer import BoundBlock, Moments, Rebasable, Refresh, Refresher, Stack, check_moments
 from egop.refresh.eigenbases import (
     Renewal,
     clear_null_space,
     decompose,
     decompose_leading,
+    find_runs,
     iterate,
     off_diagonal_share,
     renew_in_batches,
@@ -112,8 +113,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
         self.config = config
         self.grams = GramMatrices(config.decay)
         self.turns: dict[str, int] = {}  # for each block the step, modulo `every`, in which it is renewed
-        self._due: dict[int, list[tuple[Stack, list[int]]]] = {}  # the blocks by turn
-        self._due_for: Stacks | None = None  # the stacks that these blocks are in
+        self._turns_for: list[Stack] | None = None  # the stacks whose blocks have got their turns
         self._pending: list[_NewBases] = []  # bases that have been computed but not installed yet
         self._side_stream = SideStream()
         self._renewal = self._record_renewal()
@@ -157,13 +157,11 @@ class _OnlineRefresher(BlockCreatingRefresher):
                 optimizer.rebase_stack(new.stack, new.members, new.tensors, self.config.moments)
                 continue
             # After a failed renewal the moments must not be reset, so the host has to know which ones failed.
-            for is_sound, run in groupby(enumerate(_list_sound_blocks(new.sound)), lambda pair: pair[1]):
-                places = [index for index, _ in run]
-                if is_sound:
-                    part = slice(places[0], places[-1] + 1)
-                    members = slice(new.members.start + part.start, new.members.start + part.stop)
-                    tensors = {key: tensor[part] for key, tensor in new.tensors.items()}
-                    optimizer.rebase_stack(new.stack, members, tensors, "reset")
+            sound = [place for place, is_sound in enumerate(_list_sound_blocks(new.sound)) if is_sound]
+            for _, part in find_runs(sound):
+                members = slice(new.members.start + part.start, new.members.start + part.stop)
+                tensors = {key: tensor[part] for key, tensor in new.tensors.items()}
+                optimizer.rebase_stack(new.stack, members, tensors, "reset")
 
     def block_states(self, optimizer: Rebasable, *, complete: bool) -> dict[str, dict[str, Tensor]]:
         states: dict[str, dict[str, Tensor]] = {}
@@ -191,54 +189,44 @@ class _OnlineRefresher(BlockCreatingRefresher):
         super().load(counts, states, blocks)
         self.restart(created, waiting)
         turns = {name: phase[3] for name, phase in phases.items() if phase[3] >= 0}
-        self.grams, self._due_for = grams, None
+        self.grams, self._turns_for = grams, None
         self.turns = turns if any(turns.values()) else {}  # if all are 0, they were not spread
 
     def reset(self) -> None:
         super().reset()
         self.restart()
-        self.grams, self.turns, self._due_for = GramMatrices(self.config.decay), {}, None
+        self.grams, self.turns, self._turns_for = GramMatrices(self.config.decay), {}, None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the stacks and recordings out of copies: they belong to this optimizer."""
         recordings = {"_side_stream": SideStream(), "_renewal": self._record_renewal()}
-        return super().__getstate__() | recordings | {"_due": {}, "_due_for": None}
+        return super().__getstate__() | recordings | {"_turns_for": None}
 
     def _record_renewal(self) -> Renewal:
         return GraphedFunction(iterate, Recorder()) if self.config.tolerance is None else decompose
 
-    def _find_due(self, stacks: Stacks) -> list[BlockRange]:
+    def _find_due(self, stacks: list[Stack]) -> list[BlockRange]:
         """Find the blocks whose turn it is."""
-        if self._due_for is not stacks:
-            self._assign_turns(stacks)
-        due = self._due.get(self.steps % self.config.every)
-        if due is None:
+        if self.config.spread and self._turns_for is not stacks:
+            costs = {block.name: _renewal_cost(stack) for stack in stacks for block in stack.blocks}
+            self.turns, self._turns_for = assign_turns(costs, self.config.every, self.turns), stacks
+        turn = self.steps % self.config.every
+        if turn not in (self.turns.values() if self.config.spread else (0,)):
             return []
         self.grams.follow(stacks)
-        return [
-            each
-            for stack, indices in due
-            for each in self.grams.find_ranges(stack, [index for index in indices if stack.blocks[index].is_trained])
+        due = [
+            (stack, [i for i, block in enumerate(stack.blocks) if self.turns.get(block.name, 0) == turn])
+            for stack in stacks
         ]
+        return [each for stack, indices in due for each in self.grams.find_ranges(stack, indices)]
 
-    def _assign_turns(self, stacks: Stacks) -> None:
-        costs = {block.name: _renewal_cost(stack) for stack in stacks for block in stack.blocks}
-        self.turns = assign_turns(costs, self.config.every, self.turns) if self.config.spread else {}
-        self._due, self._due_for = {}, stacks
-        for stack in stacks:
-            by_turn: dict[int, list[int]] = {}
-            for index, block in enumerate(stack.blocks):
-                by_turn.setdefault(self.turns.get(block.name, 0), []).append(index)
-            for turn, indices in by_turn.items():
-                self._due.setdefault(turn, []).append((stack, indices))
-
-    def _find_drifted(self, stacks: Stacks) -> list[BlockRange]:
+    def _find_drifted(self, stacks: list[Stack]) -> list[BlockRange]:
         """Return all blocks that have received a gradient if one of their bases has drifted, else none."""
         assert self.config.tolerance is not None
         self.grams.follow(stacks)
         ranges = [each for stack in stacks for each in self.grams.find_ranges(stack)]
         shares = [
-            off_diagonal_share(stack.summed(gram[members]), stack.change.tensors[key][members]).flatten()
+            off_diagonal_share(stack.sum_over_rows(gram[members]), stack.change.tensors[key][members]).flatten()
             for stack, members in ranges
             for key, gram in self.grams.stacked(stack).items()
         ]
@@ -269,7 +257,7 @@ class _OnlineRefresher(BlockCreatingRefresher):
     def _renew(self, ranges: list[BlockRange], renewal: Renewal) -> bool:
         """Compute new bases. Return True if a GPU computes them during training and the next step installs them."""
         inputs = [
-            (stack, members, key, stack.summed(gram[members]), gram[members])
+            (stack, members, key, stack.sum_over_rows(gram[members]), gram[members])
             for stack, members in ranges
             for key, gram in self.grams.stacked(stack).items()
         ]
@@ -295,11 +283,8 @@ class _OnlineRefresher(BlockCreatingRefresher):
 def assign_turns(costs: Mapping[str, float], every: int, known: Mapping[str, int]) -> dict[str, int]:
     """Assign each block the step of a round in which it is renewed, so that all steps have similar costs.
 
-    Args:
-        costs: the cost of a renewal, by block name.
-        every: the number of steps in a round.
-        known: turns that were assigned before. They are kept, unless the round has become too short for them; new
-            blocks take the steps with the least work.
+    Turns that were assigned before are kept, unless the round of ``every`` steps has become too short for them. New
+    blocks take the steps with the least work.
     """
     turns = {name: known[name] for name in costs if known.get(name, every) < every}
     if not turns:
@@ -332,7 +317,7 @@ def _refine_first_bases(new: _NewBases) -> _NewBases:
     for key, basis in new.tensors.items():
         with exact_products():
             inside = rows[key] @ basis
-            gram = new.stack.summed(inside.mT @ inside)
+            gram = new.stack.sum_over_rows(inside.mT @ inside)
         refined[key] = torch.where(new.sound[..., None, None], clear_null_space(basis, gram), basis)
     return new._replace(tensors=refined)
 
