@@ -90,9 +90,9 @@ def test_class_is_recorded_only_if_it_declares_so_itself(monkeypatch):
     class Growing(egop.optim.Sign):
         calls = 0
 
-        def compute_updates(self, group, weights, matrices):
+        def compute_updates(self, stack, matrices):
             self.calls += 1
-            return self.calls * super().compute_updates(group, weights, matrices)
+            return self.calls * super().compute_updates(stack, matrices)
 
     results = []
     for recorded in (False, True):
