@@ -29,14 +29,13 @@ _users = 0  # number of active scopes that need precise matrix products, in all 
 _undo = contextlib.ExitStack()  # restores the settings when the last scope ends
 
 
-@contextlib.contextmanager
-def without_autocast() -> Iterator[None]:
+def without_autocast() -> contextlib.ExitStack:
     """Compute in the precision of the tensors, even inside ``torch.autocast``."""
-    with contextlib.ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    stack = contextlib.ExitStack()
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 @contextlib.contextmanager

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.numerics import copy_all
-
 _logger = logging.getLogger("egop")
 
 _ALIGNMENT = 16  # bytes; kernels need tensors whose addresses are multiples of this
@@ -39,6 +37,7 @@ class MatrixStack:
         states: their states.
         shape: shape of a weight as a matrix, or as a stack of matrices.
         bases: stacked bases of the smaller sides of the matrices, if they are stepped in rotated coordinates.
+        identity: the identity matrix of the smaller side, times a number; :class:`PolarAdam` keeps it here.
     """
 
     def __init__(self, weights: Sequence[Tensor], group: Mapping[str, Any], *, any_column_order: bool) -> None:
@@ -46,6 +45,7 @@ class MatrixStack:
         self.gradients: list[Tensor] = []
         self.states: list[dict[str, Tensor]] = []
         self.bases: Tensor | None = None
+        self.identity: Tensor | None = None
         self.stacked_versions: list[tuple[int, int]] = []  # of what was stacked in ``bases``
         weight, last = weights[0], group["matrices_last"]
         usual = tuple(range(weight.dim()))
@@ -57,6 +57,7 @@ class MatrixStack:
         shape = tuple(weight.shape[dim] for dim in order)
         self.shape = shape if last else (shape[0], math.prod(shape[1:]))
         self._order = None if order == usual else order
+        self._tensor_shape = None if shape == self.shape else shape  # of a weight in that order
         self._fits_kernels = (
             any_column_order
             and weight.device.type == "cuda"
@@ -79,18 +80,21 @@ class MatrixStack:
             tensors: tensors of the weights' shape.
             dtype: dtype of the stack; by default that of the tensors.
         """
-        dtype = dtype or tensors[0].dtype
-        kernels = self._find_kernels(tensors)
-        if kernels is not None and dtype in (torch.float32, torch.bfloat16):
+        kernels = self._fits_kernels and self._find_kernels(tensors)
+        if kernels and dtype in (None, torch.float32, torch.bfloat16):
             out = tensors[0].new_empty(len(tensors), *self.shape, dtype=dtype)
             kernels.stack(self._address(kernels, tensors), out)
             return out
-        return torch.stack(self._permute(tensors)).reshape(len(tensors), *self.shape).to(dtype)
+        matrices = torch.stack(self._permute(tensors))
+        if self._tensor_shape is not None:
+            matrices = matrices.reshape(len(tensors), *self.shape)
+        return matrices if dtype is None else matrices.to(dtype)
 
     def unstack(self, matrices: Tensor, tensors: Sequence[Tensor]) -> None:
         """Write a stack of matrices back to the tensors that :meth:`stack` read."""
-        views = self._permute(tensors)
-        copy_all(views, matrices.reshape(len(views), *views[0].shape).unbind())
+        if self._tensor_shape is not None:
+            matrices = matrices.reshape(len(tensors), *self._tensor_shape)
+        torch._foreach_copy_(self._permute(tensors), matrices.unbind())
 
     def update_moments(
         self,
@@ -118,24 +122,25 @@ class MatrixStack:
             A stack with one matrix, or one stack of matrices, per weight.
         """
         stacked, apart = (gradients, ()) if isinstance(gradients, Tensor) else (None, gradients)
-        read = [*means, *(squares or ()), *apart]
-        kernels = self._find_kernels(read)
-        if kernels is not None:
+        moments = [*means, *(squares or ())]
+        kernels = self._fits_kernels and self._find_kernels([*moments, *apart])
+        if kernels:
             # Adam's directions are bounded, and what follows computes in bfloat16 anyway.
             dtype = torch.float32 if squares is None else torch.bfloat16
             out = means[0].new_empty(len(means), *self.shape, dtype=dtype)
+            addresses = self._address(kernels, [*moments, *apart])
             decays = (momentum, None if squares is None else second)
-            kernels.update_moments(self._address(kernels, read), stacked, out, *decays, nesterov=nesterov, eps=eps)
+            kernels.update_moments(addresses, stacked, out, *decays, nesterov=nesterov, eps=eps)
             return out
         fresh = self.stack(apart) if stacked is None else stacked.to(means[0].dtype)
-        mean = self.stack(means).lerp_(fresh, 1 - momentum)
-        self.unstack(mean, means)
-        found = torch.lerp(fresh, mean, momentum) if nesterov else mean
-        if squares is None:
-            return found
-        square = self.stack(squares).mul_(second).addcmul_(fresh, fresh, value=1 - second)
-        self.unstack(square, squares)
-        return found.div_(square.sqrt_().add_(eps))
+        updated = self.stack(moments)
+        mean = updated[: len(means)].lerp_(fresh, 1 - momentum)
+        found = torch.lerp(fresh, mean, momentum) if nesterov else mean.clone()
+        if squares is not None:
+            square = updated[len(means) :].mul_(second).addcmul_(fresh, fresh, value=1 - second)
+            found.div_(square.sqrt().add_(eps))
+        self.unstack(updated, moments)
+        return found
 
     def apply_updates(self, updates: Tensor, scales: Tensor, kept: float | Tensor) -> None:
         """Apply weight decay, then subtract updates from the weights.
@@ -146,26 +151,23 @@ class MatrixStack:
             kept: fraction of a weight that weight decay leaves.
         """
         weights = self.weights
-        kernels = self._find_kernels(weights)
-        if kernels is not None:
+        kernels = self._fits_kernels and self._find_kernels(weights)
+        if kernels:
             left = kept.to(weights[0]) if isinstance(kept, Tensor) else weights[0].new_full((), kept)
             kernels.apply_updates(self._address(kernels, weights), updates.contiguous(), scales.contiguous(), left)
             torch.autograd.graph.increment_version(weights)  # autograd does not see what a kernel writes
             return
-        views = self._permute(weights)
+        matrices = self.stack(weights)
         if isinstance(kept, Tensor) or kept != 1:
-            torch._foreach_mul_(views, kept)
-        steps = (updates * scales).reshape(len(views), *views[0].shape).to(weights[0].dtype)
-        torch._foreach_sub_(views, steps.unbind())
+            matrices.mul_(kept)
+        self.unstack(matrices.sub_((updates * scales).to(matrices.dtype)), weights)
 
-    def _permute(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _permute(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         order = self._order
-        return list(tensors) if order is None else [tensor.permute(order) for tensor in tensors]
+        return tensors if order is None else [tensor.permute(order) for tensor in tensors]
 
     def _find_kernels(self, tensors: Sequence[Tensor]) -> ModuleType | None:
-        """Return the kernels if they support these tensors and their memory layout, else None."""
-        if not self._fits_kernels:
-            return None
+        """Return the kernels if they support these tensors, else None."""
         weight = self.weights[0]
         kind = (weight.stride(), torch.float32, weight.device)
         fit = all(map(_is_plain, tensors)) and all((each.stride(), each.dtype, each.device) == kind for each in tensors)

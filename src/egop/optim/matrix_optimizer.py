@@ -91,7 +91,9 @@ class MatrixOptimizer(Optimizer, abc.ABC):
             for group in self.param_groups:
                 weights = [weight for weight in group["params"] if weight.grad is not None and weight.numel()]
                 if weights:
-                    parts.append((group, weights, list(map(_dense_gradient, weights)), [self.state[w] for w in weights]))
+                    parts.append(
+                        (group, weights, list(map(_dense_gradient, weights)), [self.state[w] for w in weights])
+                    )
             self.step_parts(parts)
         return loss
 
@@ -232,9 +234,10 @@ def _step_all(optimizer: MatrixOptimizer, stacks: Sequence[MatrixStack], rates: 
 
 def rms_scales(matrices: Tensor, rms: float) -> Tensor:
     """Return the factor that gives each matrix this root mean square; 0 for a zero matrix."""
+    rows, columns = matrices.shape[-2:]
     dtype = torch.promote_types(matrices.dtype, torch.float32)
     lengths = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=dtype)
-    return torch.where(lengths > 0, rms * math.sqrt(math.prod(matrices.shape[-2:])) / lengths, 0)
+    return lengths.reciprocal_().mul_(rms * math.sqrt(rows * columns)).nan_to_num_(nan=0.0, posinf=0.0)
 
 
 def _recorded_settings(groups: Iterable[Mapping[str, Any]]) -> str:

@@ -79,7 +79,9 @@ class PolarAdam(MatrixOptimizer):
 
     def compute_updates(self, stack: MatrixStack, matrices: Tensor) -> Tensor:
         """Return the polar factors, rotated back if there are bases."""
-        return orthogonalize(matrices, stack.group["iterations"], stack.bases)
+        if stack.identity is None:
+            stack.identity = scaled_identity(matrices)
+        return orthogonalize(matrices, stack.group["iterations"], stack.bases, stack.identity)
 
     def transform(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the polar factors."""
@@ -88,7 +90,8 @@ class PolarAdam(MatrixOptimizer):
 
 def rotate(matrices: Tensor, bases: Tensor) -> Tensor:
     """Return coordinates of matrices, rotated on their smaller side (for square matrices, on the columns)."""
-    return matrices @ bases if is_tall(matrices) else bases.mT @ matrices
+    product = torch.bmm if matrices.dim() == 3 else torch.matmul
+    return product(matrices, bases) if is_tall(matrices) else product(bases.mT, matrices)
 
 
 def is_tall(matrices: Tensor) -> bool:
@@ -110,7 +113,9 @@ def polar(matrices: Tensor, iterations: int = 5) -> Tensor:
     return orthogonalize(torch.mul(matrices, scales, out=scaled), iterations)
 
 
-def orthogonalize(matrices: Tensor, iterations: int, bases: Tensor | None = None) -> Tensor:
+def orthogonalize(
+    matrices: Tensor, iterations: int, bases: Tensor | None = None, identity: Tensor | None = None
+) -> Tensor:
     """Return approximate polar factors of matrices whose squared entries neither overflow nor vanish.
 
     Args:
@@ -118,25 +123,34 @@ def orthogonalize(matrices: Tensor, iterations: int, bases: Tensor | None = None
         iterations: number of Newton-Schulz steps.
         bases: if given, orthogonal matrices of the smaller side (for square matrices, of the columns) that multiply the
             polar factors on that side. The product is part of the last step, where it costs little.
+        identity: the result of :func:`scaled_identity`, if it is known.
     """
-    a, b, c = _COEFFICIENTS
-    x = matrices.to(_product_dtype(matrices)).reshape(-1, *matrices.shape[-2:])
+    _, b, c = _COEFFICIENTS
+    x = matrices.to(_product_dtype(matrices))
+    x = x if x.dim() == 3 else x.reshape(-1, *x.shape[-2:])
     tall = is_tall(x)
-    constant = a * torch.eye(min(x.shape[-2:]), dtype=x.dtype, device=x.device)
+    constant = scaled_identity(matrices) if identity is None else identity
     for step in range(iterations):
         gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)  # of the smaller side
         if step == 0:  # divide by the Frobenius norm: the trace is its square
             square = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.promote_types(x.dtype, torch.float32))
-            inverse = 1 / square.clamp_min(torch.finfo(square.dtype).tiny)[:, None, None]
-            gram = gram * inverse.to(x.dtype)
+            inverse = square.clamp_min_(torch.finfo(square.dtype).tiny).reciprocal_().view(-1, 1, 1)
+            gram.mul_(inverse.to(x.dtype))
         factor = torch.add(constant, gram, alpha=b).baddbmm_(gram, gram, alpha=c)
         if step == 0:
-            factor = factor * inverse.sqrt().to(x.dtype)
+            factor.mul_(inverse.sqrt_().to(x.dtype))
         if bases is not None and step == iterations - 1:
-            basis = bases.to(x.dtype).reshape(-1, *bases.shape[-2:])
+            basis = bases if bases.dim() == 3 else bases.reshape(-1, *bases.shape[-2:])
+            basis = basis.to(x.dtype)
             factor = torch.bmm(factor, basis.mT) if tall else torch.bmm(basis, factor)
         x = torch.bmm(x, factor) if tall else torch.bmm(factor, x)
-    return x.reshape(matrices.shape)
+    return x if matrices.dim() == 3 else x.reshape(matrices.shape)
+
+
+def scaled_identity(matrices: Tensor) -> Tensor:
+    """Return the identity of the smaller side of matrices, times the first coefficient of a Newton-Schulz step."""
+    identity = torch.eye(min(matrices.shape[-2:]), dtype=_product_dtype(matrices), device=matrices.device)
+    return _COEFFICIENTS[0] * identity
 
 
 def _product_dtype(matrices: Tensor) -> torch.dtype:

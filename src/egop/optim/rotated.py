@@ -24,6 +24,9 @@ from egop.optim.elementwise import MatrixStack
 from egop.optim.polar_adam import PolarAdam, is_tall, rotate
 
 
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")  # much faster to add than a number
+
+
 class _Renewal(NamedTuple):
     """A new basis, computed before the step that installs it."""
 
@@ -66,29 +69,28 @@ class RotatedPolarAdam(PolarAdam):
     def _step_stacks(self, stacks: Sequence[MatrixStack]) -> None:
         """Renew the bases that are due, then step."""
         self._side_stream.join()
-        counts = [self._start(stack) for stack in stacks]
-        self._install(_find_due(stacks, counts))
+        for stack in stacks:
+            self._start(stack)
+        self._install(_find_due(stacks))
         self._ahead.clear()
         for stack in stacks:
             self._stack_bases(stack)
         super()._step_stacks(stacks)
         for stack in stacks:
-            torch._foreach_add_([state["step"] for state in stack.states], 1)
-        self._renew_ahead(_find_due(stacks, [[count + 1 for count in each] for each in counts]))
+            torch._foreach_add_([state["step"] for state in stack.states], _ONE)
+        self._renew_ahead([stack for stack in stacks if stack.weights[0].is_cuda and not is_sharded(stack.weights[0])])
 
-    def _start(self, stack: MatrixStack) -> list[int]:
-        """Return the numbers of steps taken. Weights without a state get one, with the identity as basis."""
+    def _start(self, stack: MatrixStack) -> None:
+        """Create the state of weights that have none, with the identity as basis."""
         for weight, state in zip(stack.weights, stack.states, strict=True):
             if "basis" not in state:
                 state["step"] = torch.zeros((), device="cpu")
                 identity = torch.eye(min(stack.shape[-2:]), dtype=weight.dtype, device=weight.device)
                 state["basis"] = identity.expand(*stack.shape[:-2], *identity.shape).clone()
-        return [int(state["step"]) for state in stack.states]
 
-    def _renew_ahead(self, due: Sequence[_Due]) -> None:
-        """Compute the next bases on a side stream, if there is one. Processes exchange nothing there."""
-        due = [(stack, states) for stack, states in due if not is_sharded(stack.weights[0])]
-        if due:
+    def _renew_ahead(self, stacks: Sequence[MatrixStack]) -> None:
+        """Compute the next bases on a side stream, if there is one."""
+        if due := _find_due(stacks):
             used = [state[name] for _, states in due for state in states for name in ("exp_avg", "basis")]
             with self._side_stream.use(used) as is_alongside:
                 self._ahead |= self._compute_renewals(due) if is_alongside else {}
@@ -180,13 +182,14 @@ def measure_rotation(momentum: Tensor, basis: Tensor | None) -> dict[str, float]
     return found
 
 
-def _find_due(stacks: Sequence[MatrixStack], counts: Sequence[list[int]]) -> list[_Due]:
-    """Return the states whose bases are renewed before their next step, given the numbers of steps taken."""
+def _find_due(stacks: Sequence[MatrixStack]) -> list[_Due]:
+    """Return the states whose bases are renewed before their next step."""
     found = []
-    for stack, taken in zip(stacks, counts, strict=True):
-        due = {count for count in set(taken) if _is_due(count, stack.group["every"])}
+    for stack in stacks:
+        steps = [int(state["step"]) for state in stack.states]
+        due = {step for step in set(steps) if _is_due(step, stack.group["every"])}
         if due:
-            found.append((stack, [state for state, count in zip(stack.states, taken, strict=True) if count in due]))
+            found.append((stack, [state for state, step in zip(stack.states, steps, strict=True) if step in due]))
     return found
 
 

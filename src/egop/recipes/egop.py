@@ -26,7 +26,7 @@ __all__ = ["EGOP"]
 # Root mean square of the update of a square matrix before the learning rate, with and without normalization layers.
 _NORMALIZED_RMS, _PLAIN_RMS = 0.4, 0.2
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_HALF = (torch.float16, torch.bfloat16)
+_HALF = {torch.float16, torch.bfloat16}
 
 _Kind = tuple[int, Matrix]  # matrices that are stepped alike, by the index of their group
 
@@ -184,19 +184,19 @@ class EGOP(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with without_autocast():
-            is_first = not self.state
+            is_first, bound, known = not self.state, self._bound, self._choice.matrices
             matrices: dict[_Kind, tuple[list[Tensor], list[Tensor]]] = {}
             for index, group in enumerate(self.param_groups):
                 others: tuple[list[Tensor], list[Tensor]] = ([], [])
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                    if self._bound.get(name) is not parameter:
+                    if bound.get(name) is not parameter:
                         self._bind(name, parameter)
                     gradient = parameter.grad
                     if gradient is None or not parameter.numel():
                         continue
                     if gradient.layout is not torch.strided:
                         raise TypeError("egop.EGOP does not take sparse gradients. Use sparse=False in the embedding.")
-                    matrix = self._choice.matrices.get(name)
+                    matrix = known.get(name)
                     own = others if matrix is None else matrices.setdefault((index, matrix), ([], []))
                     own[0].append(parameter)
                     own[1].append(gradient)
@@ -286,35 +286,30 @@ class EGOP(Optimizer):
     def _step_matrices(self, matrices: Mapping[_Kind, tuple[list[Tensor], list[Tensor]]]) -> None:
         """Step the weight matrices, by kind."""
         parts, copies = [], []
-        for kind, (parameters, gradients) in matrices.items():
+        for (index, matrix), (parameters, gradients) in matrices.items():
+            group, settings = self.param_groups[index], self._settings.setdefault((index, matrix), {})
+            if not settings:
+                settings |= self._engine.defaults | {"matrices_last": matrix.stacked > 0}
+            settings["lr"], settings["eps"], settings["weight_decay"] = _read_numbers(group)
+            settings["betas"], settings["every"] = group["betas"], group["every"]
+            settings["update_rms"] = matrix.gain * group["update_rms"]
             # A weight in half precision is stepped through its float32 copy, with the state of the weight itself.
             states, weights = [self.state[parameter] for parameter in parameters], parameters
-            if any(parameter.dtype in _HALF for parameter in parameters):
+            if not _HALF.isdisjoint([parameter.dtype for parameter in parameters]):
                 weights = list(map(_find_master, parameters, states))
                 gradients = [gradient.to(weight.dtype) for weight, gradient in zip(weights, gradients, strict=True)]
                 copies += [pair for pair in zip(parameters, weights, strict=True) if pair[0] is not pair[1]]
-            parts.append((self._update_settings(kind), weights, gradients, states))
+            parts.append((settings, weights, gradients, states))
         self._engine.step_parts(parts)
         for parameter, weight in copies:
             to_local(parameter).copy_(to_local(weight))
-
-    def _update_settings(self, kind: _Kind) -> dict[str, Any]:
-        """Return the engine's settings for matrices of one kind, always in the same dict."""
-        index, matrix = kind
-        group = self.param_groups[index]
-        if kind not in self._settings:
-            self._settings[kind] = self._engine.defaults | {"matrices_last": matrix.stacked > 0}
-        settings = self._settings[kind]
-        settings.update(_numbers(group), betas=group["betas"], every=group["every"])
-        settings["update_rms"] = matrix.gain * group["update_rms"]
-        return settings
 
     def _step_adamw(self, group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         if not parameters:
             return
         fused = group["fused"]
         states = [self.state[parameter] or self._start_adamw(parameter, fused=fused) for parameter in parameters]
-        numbers = _numbers(group)
+        lr, eps, weight_decay = _read_numbers(group)
         adamw(
             to_local_parts(parameters),
             to_local_parts(gradients),
@@ -324,13 +319,13 @@ class EGOP(Optimizer):
             [state["step"] for state in states],
             foreach=group["foreach"],
             fused=fused,
-            has_complex=any(parameter.is_complex() for parameter in parameters),
+            has_complex=any(map(torch.is_complex, parameters)),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            lr=numbers["lr"],
-            weight_decay=numbers["weight_decay"],
-            eps=numbers["eps"],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
             maximize=False,
         )
 
@@ -362,10 +357,10 @@ def _make_engine(settings: Mapping[str, Any]) -> PolarAdam:
     return (RotatedPolarAdam if settings["rotate"] else PolarAdam)([{"params": []}], **options)
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group that may be any kind of number; torch's functions want their own kinds."""
-    values = {name: group[name] for name in ("lr", "eps", "weight_decay")}
-    return {name: value if isinstance(value, Tensor) else float(value) for name, value in values.items()}
+def _read_numbers(group: Mapping[str, Any]) -> list[Any]:
+    """Return lr, eps and weight decay, which may be any kind of number; torch's functions want their own kinds."""
+    values = (group["lr"], group["eps"], group["weight_decay"])
+    return [value if isinstance(value, Tensor) else float(value) for value in values]
 
 
 def _find_master(parameter: Tensor, state: dict[str, Any]) -> Tensor:
