@@ -1,7 +1,7 @@
 """The elementwise parts of a step: update moments, apply updates to weights.
 
 On a GPU each is one pass over memory, by the kernels of :mod:`egop.optim.kernels`. Where the kernels cannot be used,
-torch's own operations do the same in eighteen passes.
+torch's own operations do the same in many.
 """
 
 from __future__ import annotations
@@ -58,12 +58,8 @@ class MatrixStack:
         self.shape = shape if last else (shape[0], math.prod(shape[1:]))
         self._order = None if order == usual else order
         self._tensor_shape = None if shape == self.shape else shape  # of a weight in that order
-        self._fits_kernels = (
-            any_column_order
-            and weight.device.type == "cuda"
-            and weight.permute(order).is_contiguous()
-            and weight.numel() < 2**31
-        )
+        dense = weight.permute(order).is_contiguous()
+        self._fits_kernels = any_column_order and weight.is_cuda and dense and weight.numel() < 2**31
         self._addresses: dict[tuple[int, ...], Tensor] = {}  # kept alive: CUDA graphs read them
 
     def get_state(self, name: str) -> list[Tensor]:
@@ -73,7 +69,7 @@ class MatrixStack:
                 state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
         return [state[name] for state in self.states]
 
-    def stack(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    def stack(self, tensors: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """Stack gradients or state of weights as matrices.
 
         Args:
@@ -90,7 +86,7 @@ class MatrixStack:
             matrices = matrices.reshape(len(tensors), *self.shape)
         return matrices if dtype is None else matrices.to(dtype)
 
-    def unstack(self, matrices: Tensor, tensors: Sequence[Tensor]) -> None:
+    def unstack(self, matrices: Tensor, tensors: list[Tensor]) -> None:
         """Write a stack of matrices back to the tensors that :meth:`stack` read."""
         if self._tensor_shape is not None:
             matrices = matrices.reshape(len(tensors), *self._tensor_shape)
@@ -98,9 +94,9 @@ class MatrixStack:
 
     def update_moments(
         self,
-        gradients: Sequence[Tensor] | Tensor,
-        means: Sequence[Tensor],
-        squares: Sequence[Tensor] | None = None,
+        gradients: list[Tensor] | Tensor,
+        means: list[Tensor],
+        squares: list[Tensor] | None = None,
         *,
         momentum: float,
         nesterov: bool,
@@ -121,7 +117,7 @@ class MatrixStack:
         Returns:
             A stack with one matrix, or one stack of matrices, per weight.
         """
-        stacked, apart = (gradients, ()) if isinstance(gradients, Tensor) else (None, gradients)
+        stacked, apart = (gradients, []) if isinstance(gradients, Tensor) else (None, gradients)
         moments = [*means, *(squares or ())]
         kernels = self._fits_kernels and self._find_kernels([*moments, *apart])
         if kernels:
@@ -162,7 +158,7 @@ class MatrixStack:
             matrices.mul_(kept)
         self.unstack(matrices.sub_((updates * scales).to(matrices.dtype)), weights)
 
-    def _permute(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _permute(self, tensors: list[Tensor]) -> list[Tensor]:
         order = self._order
         return tensors if order is None else [tensor.permute(order) for tensor in tensors]
 

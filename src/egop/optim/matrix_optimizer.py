@@ -30,6 +30,11 @@ from egop.optim.sharded import ShardedMatrix
 # A parameter group, its weights that have a gradient, their gradients, and their states.
 Part = tuple[Mapping[str, Any], list[Tensor], list[Tensor], list[dict[str, Tensor]]]
 
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    **dict.fromkeys(("lr", "weight_decay", "update_rms", "eps"), check_nonnegative),
+    "momentum": check_fraction,
+    "iterations": check_positive_int,
+}
 _RECORDABLE = ({("cuda", torch.float32)}, {("cuda", torch.float64)})  # device and precision of all weights
 _MAX_STACKINGS = 64  # sets of weights whose stacks are kept; a network whose weights all have gradients needs one
 
@@ -87,13 +92,11 @@ class MatrixOptimizer(Optimizer, abc.ABC):
             with torch.enable_grad():
                 loss = closure()
         with without_autocast():
-            parts: list[Part] = []
+            parts = []
             for group in self.param_groups:
                 weights = [weight for weight in group["params"] if weight.grad is not None and weight.numel()]
-                if weights:
-                    parts.append(
-                        (group, weights, list(map(_dense_gradient, weights)), [self.state[w] for w in weights])
-                    )
+                gradients, states = list(map(_dense_gradient, weights)), [self.state[weight] for weight in weights]
+                parts.append((group, weights, gradients, states))
             self.step_parts(parts)
         return loss
 
@@ -134,7 +137,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
                 part = slice(None) if indices == list(range(len(weights))) else indices
                 means = [self.state.get(weights[i], {}).get("exp_avg", torch.zeros_like(weights[i])) for i in indices]
                 momenta[part] = torch.stack(means).lerp(gradients[part], 1 - group["momentum"])
-                matrices = _as_matrices(momenta[part], last=group["matrices_last"])
+                matrices = momenta[part] if group["matrices_last"] else momenta[part].flatten(2)
                 transformed[part] = self.transform(matrices, group).reshape(momenta[part].shape)
         return momenta, transformed
 
@@ -162,16 +165,16 @@ class MatrixOptimizer(Optimizer, abc.ABC):
                 by_layout.setdefault((layout, index if is_sharded(weights[index]) else None), []).append(index)
             # Largest first, so that small ones run in parallel with them.
             parts = sorted(by_layout.values(), key=lambda part: -len(part) * weights[part[0]].numel())
-            indexed = [(self._make_stack(group, [weights[index] for index in part]), part) for part in parts]
+            indexed = [(self._make_stack([weights[index] for index in part], group), part) for part in parts]
             self._stacks[key] = layouts, indexed
         for stack, indices in indexed:
             stack.gradients = [gradients[index] for index in indices]
             stack.states = [states[index] for index in indices]
         return [stack for stack, _ in indexed]
 
-    def _make_stack(self, group: Mapping[str, Any], weights: list[Tensor]) -> MatrixStack:
+    def _make_stack(self, weights: list[Tensor], group: Mapping[str, Any]) -> MatrixStack:
         if is_sharded(weights[0]):
-            return ShardedMatrix(weights[0], group)
+            return ShardedMatrix(weights, group)
         return MatrixStack(weights, group, any_column_order=self._is_recordable)
 
     def _step_stacks(self, stacks: Sequence[MatrixStack]) -> None:
@@ -237,7 +240,8 @@ def rms_scales(matrices: Tensor, rms: float) -> Tensor:
     rows, columns = matrices.shape[-2:]
     dtype = torch.promote_types(matrices.dtype, torch.float32)
     lengths = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=dtype)
-    return lengths.reciprocal_().mul_(rms * math.sqrt(rows * columns)).nan_to_num_(nan=0.0, posinf=0.0)
+    scales: Tensor = lengths.reciprocal_().mul_(rms * math.sqrt(rows * columns))
+    return scales.nan_to_num_(nan=0.0, posinf=0.0)
 
 
 def _recorded_settings(groups: Iterable[Mapping[str, Any]]) -> str:
@@ -247,19 +251,15 @@ def _recorded_settings(groups: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _check_hyperparameters(defaults: Mapping[str, Any]) -> None:
-    for name in ("lr", "weight_decay", "update_rms", "eps"):
+    for name, check in _CHECKS.items():
         if name in defaults:
-            check_nonnegative(name, defaults[name])
-    if "momentum" in defaults:
-        check_fraction("momentum", defaults["momentum"])
+            check(name, defaults[name])
     if "betas" in defaults:
         betas = defaults["betas"]
         if not isinstance(betas, Sequence) or len(betas) != 2:
             raise TypeError(f"betas must be two numbers, got {betas!r}.")
         for index, beta in enumerate(betas):
             check_fraction(f"betas[{index}]", beta)
-    if "iterations" in defaults:
-        check_positive_int("iterations", defaults["iterations"])
 
 
 def _dense_gradient(weight: Tensor) -> Tensor:
@@ -280,7 +280,3 @@ def _is_small(stacks: Sequence[MatrixStack]) -> bool:
     if {(weight.device.type, weight.dtype) for weight in firsts} not in _RECORDABLE or any(map(is_sharded, firsts)):
         return False
     return sum(weight.nbytes for stack in stacks for weight in stack.weights) <= SMALL_NETWORK_BYTES
-
-
-def _as_matrices(tensors: Tensor, *, last: bool) -> Tensor:
-    return tensors if last or tensors.dim() == 3 else tensors.flatten(2)

@@ -62,20 +62,12 @@ class PolarAdam(MatrixOptimizer):
 
     def compute_directions(self, stack: MatrixStack) -> Tensor:
         """Return Adam's directions. There is no bias correction: it would only scale whole matrices."""
-        group, bases = stack.group, stack.bases
         gradients: list[Tensor] | Tensor = stack.gradients
-        if bases is not None:
-            gradients = rotate(stack.stack(gradients, bases.dtype), bases)
-        momentum, second = group["betas"]
-        return stack.update_moments(
-            gradients,
-            stack.get_state("exp_avg"),
-            stack.get_state("exp_avg_sq"),
-            momentum=momentum,
-            second=second,
-            nesterov=group["nesterov"],
-            eps=group["eps"],
-        )
+        if stack.bases is not None:
+            gradients = rotate(stack.stack(stack.gradients, stack.bases.dtype), stack.bases)
+        moments = stack.get_state("exp_avg"), stack.get_state("exp_avg_sq")
+        (momentum, second), nesterov, eps = stack.group["betas"], stack.group["nesterov"], stack.group["eps"]
+        return stack.update_moments(gradients, *moments, momentum=momentum, second=second, nesterov=nesterov, eps=eps)
 
     def compute_updates(self, stack: MatrixStack, matrices: Tensor) -> Tensor:
         """Return the polar factors, rotated back if there are bases."""

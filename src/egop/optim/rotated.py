@@ -23,7 +23,6 @@ from egop.numerics import (
 from egop.optim.elementwise import MatrixStack
 from egop.optim.polar_adam import PolarAdam, is_tall, rotate
 
-
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")  # much faster to add than a number
 
 

@@ -15,24 +15,23 @@ from egop.optim.elementwise import MatrixStack
 class ShardedMatrix(MatrixStack):
     """A stack of one sharded weight. Its moments stay sharded; its gradient and its direction are gathered."""
 
-    def __init__(self, weight: Tensor, group: Mapping[str, Any]) -> None:
-        self._local = MatrixStack([to_local(weight)], group, any_column_order=False)
-        super().__init__([torch.empty(weight.shape, device="meta")], group, any_column_order=False)
-        self.weights = [weight]
+    def __init__(self, weights: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+        super().__init__(weights, group, any_column_order=False)
+        self._local = MatrixStack([to_local(weights[0])], group, any_column_order=False)
 
-    def stack(self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    def stack(self, tensors: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """Gather a tensor as a stack of one matrix."""
         return to_full(tensors[0]).reshape(1, *self.shape).to(dtype or tensors[0].dtype)
 
-    def unstack(self, matrices: Tensor, tensors: Sequence[Tensor]) -> None:
+    def unstack(self, matrices: Tensor, tensors: list[Tensor]) -> None:
         """Write this process's part of a matrix."""
         write_shard(tensors[0], matrices.reshape(tensors[0].shape))
 
     def update_moments(
         self,
-        gradients: Sequence[Tensor] | Tensor,
-        means: Sequence[Tensor],
-        squares: Sequence[Tensor] | None = None,
+        gradients: list[Tensor] | Tensor,
+        means: list[Tensor],
+        squares: list[Tensor] | None = None,
         **options: Any,
     ) -> Tensor:
         """Update this process's part of the moments and gather the direction."""
