@@ -18,6 +18,7 @@ from torch import Tensor
 
 _logger = logging.getLogger("egop")
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _ALIGNMENT = 16  # bytes; kernels need tensors whose addresses are multiples of this
 _MAX_ADDRESSES = 256  # lists of addresses to keep; the steps of a network reuse a few
 
@@ -166,7 +167,9 @@ class MatrixStack:
         """Return the kernels if they support these tensors, else None."""
         weight = self.weights[0]
         kind = (weight.stride(), torch.float32, weight.device)
-        fit = all(map(_is_plain, tensors)) and all((each.stride(), each.dtype, each.device) == kind for each in tensors)
+        fit = not torch.compiler.is_compiling() and all(
+            type(each) in _PLAIN and (each.stride(), each.dtype, each.device) == kind for each in tensors
+        )
         aligned = fit and all(each.data_ptr() % _ALIGNMENT == 0 for each in tensors)
         return _load_kernels(weight.device) if aligned else None
 
@@ -178,12 +181,6 @@ class MatrixStack:
                 return found
             self._addresses[key] = found
         return self._addresses[key]
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return True for an ordinary tensor on a GPU, outside ``torch.compile``."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cuda"
-    return plain and not torch.compiler.is_compiling()
 
 
 @functools.cache
