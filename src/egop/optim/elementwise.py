@@ -82,9 +82,7 @@ class MatrixStack:
             out = tensors[0].new_empty(len(tensors), *self.shape, dtype=dtype)
             kernels.stack(self._address(kernels, tensors), out)
             return out
-        matrices = torch.stack(self._permute(tensors))
-        if self._tensor_shape is not None:
-            matrices = matrices.reshape(len(tensors), *self.shape)
+        matrices = torch.cat(self._permute(tensors)).reshape(len(tensors), *self.shape)
         return matrices if dtype is None else matrices.to(dtype)
 
     def unstack(self, matrices: Tensor, tensors: list[Tensor]) -> None:
