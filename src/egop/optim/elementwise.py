@@ -71,12 +71,7 @@ class MatrixStack:
         return [state[name] for state in self.states]
 
     def stack(self, tensors: list[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """Stack gradients or state of weights as matrices.
-
-        Args:
-            tensors: tensors of the weights' shape.
-            dtype: dtype of the stack; by default that of the tensors.
-        """
+        """Stack gradients or state of weights as matrices, by default in their own dtype."""
         kernels = self._fits_kernels and self._find_kernels(tensors)
         if kernels and dtype in (None, torch.float32, torch.bfloat16):
             out = tensors[0].new_empty(len(tensors), *self.shape, dtype=dtype)
@@ -138,13 +133,7 @@ class MatrixStack:
         return found
 
     def apply_updates(self, updates: Tensor, scales: Tensor, kept: float | Tensor) -> None:
-        """Apply weight decay, then subtract updates from the weights.
-
-        Args:
-            updates: stacked as :meth:`update_moments` stacks directions.
-            scales: factor for each matrix of updates, with two trailing dimensions of size 1.
-            kept: fraction of a weight that weight decay leaves.
-        """
+        """Multiply the weights by ``kept``, then subtract the stacked updates, each matrix times its scale."""
         weights = self.weights
         kernels = self._fits_kernels and self._find_kernels(weights)
         if kernels:

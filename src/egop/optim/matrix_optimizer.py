@@ -102,7 +102,10 @@ class MatrixOptimizer(Optimizer, abc.ABC):
 
     def step_parts(self, parts: Sequence[Part]) -> None:
         """Step some weights of each group."""
-        self._step_stacks([stack for part in parts for stack in self._form_stacks(*part)])
+        stacks = [stack for part in parts for stack in self._form_stacks(*part)]
+        self._step_stacks(stacks)
+        for stack in stacks:
+            stack.gradients, stack.states = [], []  # so that zero_grad() frees the gradients
 
     @abc.abstractmethod
     def transform(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -122,12 +125,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         return rms_scales(updates, group["update_rms"])
 
     def lookahead(self, weights: Sequence[Tensor], gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the momenta after a step with these gradients, and their transforms, without changing any state.
-
-        Args:
-            weights: weights of one shape.
-            gradients: their gradients, stacked.
-        """
+        """Return the momenta after a step with these stacked gradients, and their transforms; change no state."""
         index_of = {id(weight): index for index, weight in enumerate(weights)}
         momenta, transformed = torch.empty_like(gradients), torch.empty_like(gradients)
         for group in self.param_groups:

@@ -146,11 +146,8 @@ class RotatedPolarAdam(PolarAdam):
 def renew(grams: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
     """Take one step of orthogonal iteration; return the new bases in coordinates of the old ones, and themselves.
 
-    Where the iteration fails, because the momentum is not finite, the basis stays as it is.
-
-    Args:
-        grams: Gram matrices in the old coordinates.
-        bases: the old bases.
+    The Gram matrices are in coordinates of the old bases. Where the iteration fails, because the momentum is not
+    finite, the basis stays as it is.
     """
     ones = torch.eye(grams.shape[-1], dtype=grams.dtype, device=grams.device).expand_as(grams)
     turns = power_iteration(grams)
@@ -162,12 +159,7 @@ def renew(grams: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure_rotation(momentum: Tensor, basis: Tensor | None) -> dict[str, float]:
-    """Return how far the momentum of a weight is from equal strength in all directions, and its basis from perfect.
-
-    Args:
-        momentum: the momentum in the basis, with any leading dimensions.
-        basis: the basis; None if there is none.
-    """
+    """Return how far the momentum of a weight is from equal strength in all directions, and its basis from perfect."""
     if not momentum.isfinite().all():
         return {"nonfinite": 1.0}
     gram = momentum.mT @ momentum if is_tall(momentum) else momentum @ momentum.mT
