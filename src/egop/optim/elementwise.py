@@ -38,7 +38,6 @@ class MatrixStack:
         states: their states.
         shape: shape of a weight as a matrix, or as a stack of matrices.
         bases: stacked bases of the smaller sides of the matrices, if they are stepped in rotated coordinates.
-        identity: the identity matrix of the smaller side, times a number; :class:`PolarAdam` keeps it here.
     """
 
     def __init__(self, weights: Sequence[Tensor], group: Mapping[str, Any], *, any_column_order: bool) -> None:
@@ -46,7 +45,6 @@ class MatrixStack:
         self.gradients: list[Tensor] = []
         self.states: list[dict[str, Tensor]] = []
         self.bases: Tensor | None = None
-        self.identity: Tensor | None = None
         self.stacked_versions: list[tuple[int, int]] = []  # of what was stacked in ``bases``
         weight, last = weights[0], group["matrices_last"]
         usual = tuple(range(weight.dim()))

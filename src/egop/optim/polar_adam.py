@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from egop.optim.matrix_optimizer import MatrixOptimizer
 
 # Keller Jordan's quintic (Muon), which brings all singular values to between 0.7 and 1.2 in five steps.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_SMALL = 256  # width of matrices for which making an identity matrix takes longer than a product
 
 
 class PolarAdam(MatrixOptimizer):
@@ -71,9 +73,7 @@ class PolarAdam(MatrixOptimizer):
 
     def compute_updates(self, stack: MatrixStack, matrices: Tensor) -> Tensor:
         """Return the polar factors, rotated back if there are bases."""
-        if stack.identity is None:
-            stack.identity = scaled_identity(matrices)
-        return orthogonalize(matrices, stack.group["iterations"], stack.bases, stack.identity)
+        return orthogonalize(matrices, stack.group["iterations"], stack.bases)
 
     def transform(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the polar factors."""
@@ -105,9 +105,7 @@ def polar(matrices: Tensor, iterations: int = 5) -> Tensor:
     return orthogonalize(torch.mul(matrices, scales, out=scaled), iterations)
 
 
-def orthogonalize(
-    matrices: Tensor, iterations: int, bases: Tensor | None = None, identity: Tensor | None = None
-) -> Tensor:
+def orthogonalize(matrices: Tensor, iterations: int, bases: Tensor | None = None) -> Tensor:
     """Return approximate polar factors of matrices whose squared entries neither overflow nor vanish.
 
     Args:
@@ -115,13 +113,14 @@ def orthogonalize(
         iterations: number of Newton-Schulz steps.
         bases: if given, orthogonal matrices of the smaller side (for square matrices, of the columns) that multiply the
             polar factors on that side. The product is part of the last step, where it costs little.
-        identity: the result of :func:`scaled_identity`, if it is known.
     """
     _, b, c = _COEFFICIENTS
     x = matrices.to(_product_dtype(matrices))
     x = x if x.dim() == 3 else x.reshape(-1, *x.shape[-2:])
     tall = is_tall(x)
-    constant = scaled_identity(matrices) if identity is None else identity
+    size = min(x.shape[-2:])
+    make_constant = _keep_scaled_identity if x.device.type == "cpu" and size <= _SMALL else _scale_identity
+    constant = make_constant(size, x.dtype, x.device)
     for step in range(iterations):
         gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)  # of the smaller side
         if step == 0:  # divide by the Frobenius norm: the trace is its square
@@ -139,10 +138,11 @@ def orthogonalize(
     return x if matrices.dim() == 3 else x.reshape(matrices.shape)
 
 
-def scaled_identity(matrices: Tensor) -> Tensor:
-    """Return the identity of the smaller side of matrices, times the first coefficient of a Newton-Schulz step."""
-    identity = torch.eye(min(matrices.shape[-2:]), dtype=_product_dtype(matrices), device=matrices.device)
-    return _COEFFICIENTS[0] * identity
+def _scale_identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _COEFFICIENTS[0] * torch.eye(size, dtype=dtype, device=device)
+
+
+_keep_scaled_identity = functools.lru_cache(maxsize=16)(_scale_identity)
 
 
 def _product_dtype(matrices: Tensor) -> torch.dtype:
