@@ -82,7 +82,10 @@ class MatrixStack:
         """Write a stack of matrices back to the tensors that :meth:`stack` read."""
         if self._tensor_shape is not None:
             matrices = matrices.reshape(len(tensors), *self._tensor_shape)
-        torch._foreach_copy_(self._permute(tensors), matrices.unbind())
+        if matrices.is_cuda:
+            torch._foreach_copy_(self._permute(tensors), matrices.unbind())
+        else:  # this is faster for small matrices
+            torch.unbind_copy(matrices, out=self._permute(tensors))
 
     def update_moments(
         self,
