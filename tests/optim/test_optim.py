@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import numpy as np
 import pytest
@@ -223,6 +224,17 @@ def test_small_rows_are_stepped_in_half_precision(how):
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         egop.optim.Sinkhorn([weight], lr=1.0).step()
     assert weight.abs().amax(1).min() > 0.05
+
+
+@pytest.mark.parametrize("made", [egop.EGOP, lambda model: egop.optim.Sign(model.parameters())])
+def test_zero_grad_frees_the_gradients(made):
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = made(model)
+    model(torch.ones(2, 4)).sum().backward()
+    gradient = weakref.ref(model.weight.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert gradient() is None
 
 
 @pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])

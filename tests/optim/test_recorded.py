@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import egop
+from egop.optim import matrix_optimizer
 from explicit import identical
 from recordings import record_on_the_cpu
 
@@ -76,6 +77,21 @@ def test_replayed_steps_equal_computed_steps(kind, way, monkeypatch):
     assert counts["replayed"] > counts["recorded"] > 0
 
 
+def test_recordings_are_dropped_with_the_stacks_that_they_read(monkeypatch):
+    """If layouts change or many sets of weights have had gradients, stacks are formed again."""
+    results = []
+    for recorded in (False, True):
+        if recorded:
+            record_on_the_cpu(monkeypatch)
+            monkeypatch.setattr(matrix_optimizer, "_MAX_STACKINGS", 2)
+        model, optimizer = made(egop.optim.PolarAdam, "alone")
+        for first in range(0, 12, 4):
+            trained(model, optimizer, range(first, first + 4), without=(first + 1,))
+            model[2].weight.data = model[2].weight.data.mT.contiguous().mT if first == 4 else model[2].weight.data
+        results.append(trained(model, optimizer, range(12, 16)))
+    assert identical(*results)
+
+
 def test_copy_has_its_own_recordings(monkeypatch):
     record_on_the_cpu(monkeypatch)
     model, optimizer = made(egop.optim.PolarAdam, "alone")
@@ -90,9 +106,9 @@ def test_class_is_recorded_only_if_it_declares_so_itself(monkeypatch):
     class Growing(egop.optim.Sign):
         calls = 0
 
-        def compute_updates(self, group, weights, matrices):
+        def compute_updates(self, stack, matrices):
             self.calls += 1
-            return self.calls * super().compute_updates(group, weights, matrices)
+            return self.calls * super().compute_updates(stack, matrices)
 
     results = []
     for recorded in (False, True):

@@ -67,14 +67,14 @@ class NorMuon(Muon):
 
     recordable = True
 
-    def compute_updates(self, group: Mapping[str, Any], weights: list[Tensor], matrices: Tensor) -> Tensor:
+    def compute_updates(self, stack: egop.optim.MatrixStack, matrices: Tensor) -> Tensor:
         """Return polar factors with each row divided by the root of its running mean square."""
-        factors = self.transform(matrices, group)
+        group, factors = stack.group, self.transform(matrices, stack.group)
         lengths = torch.linalg.vector_norm(factors, dim=-1, keepdim=True, dtype=matrices.dtype)
         squares = lengths.square().div_(factors.shape[-1])
         means = [
-            self.state[weight].setdefault("row_sq", torch.zeros_like(fresh))
-            for weight, fresh in zip(weights, squares, strict=True)
+            state.setdefault("row_sq", torch.zeros_like(fresh))
+            for state, fresh in zip(stack.states, squares, strict=True)
         ]
         torch._foreach_lerp_(means, list(squares.unbind()), 1 - group["beta2"])
         return factors / (torch.stack(means).sqrt() + group["eps"])

@@ -148,9 +148,9 @@ def test_times_are_taken_in_turns(tmp_path, capsys):
 def test_egop_is_timed_late_in_a_training_once_without_and_once_with_a_renewal(problem, monkeypatch):
     renewals, real = [], RotatedPolarAdam._install
 
-    def install(self, group, weights):
-        renewals.extend(int(self.state[weight]["step"]) for weight in weights[:1])
-        real(self, group, weights)
+    def install(self, due):
+        renewals.extend(int(states[0]["step"]) for _, states in due)
+        real(self, due)
 
     monkeypatch.setattr(RotatedPolarAdam, "_install", install)
     timing.time_steps(problem, TINY, "EGOP", 3, 4)

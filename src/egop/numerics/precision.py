@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -29,18 +29,13 @@ _users = 0  # number of active scopes that need precise matrix products, in all 
 _undo = contextlib.ExitStack()  # restores the settings when the last scope ends
 
 
-def without_autocast() -> contextlib.AbstractContextManager[None]:
+def without_autocast() -> contextlib.ExitStack:
     """Compute in the precision of the tensors, even inside ``torch.autocast``."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return _disable_autocast(kinds) if kinds else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _disable_autocast(kinds: Sequence[str]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for kind in kinds:
+    stack = contextlib.ExitStack()
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
             stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    return stack
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ They are ordinary torch optimizers, to be used with or without a rotation. A new
 defines ``transform``.
 """
 
+from egop.optim.elementwise import MatrixStack
 from egop.optim.matrix_optimizer import MatrixOptimizer, rms_scales
 from egop.optim.polar_adam import PolarAdam, polar
 from egop.optim.rotated import RotatedPolarAdam
@@ -11,4 +12,13 @@ from egop.optim.rotated import measure_rotation as measure_rotation
 from egop.optim.sign import Sign
 from egop.optim.sinkhorn import Sinkhorn
 
-__all__ = ["MatrixOptimizer", "PolarAdam", "RotatedPolarAdam", "Sign", "Sinkhorn", "polar", "rms_scales"]
+__all__ = [
+    "MatrixOptimizer",
+    "MatrixStack",
+    "PolarAdam",
+    "RotatedPolarAdam",
+    "Sign",
+    "Sinkhorn",
+    "polar",
+    "rms_scales",
+]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["addresses", "apply_updates", "check", "scale", "stack", "update_moments"]
+__all__ = ["addresses", "apply_updates", "check", "stack", "update_moments"]
 
 _BLOCK = 1024  # entries for each program
 
@@ -68,15 +68,6 @@ def _apply_updates(addresses, updates, scales, kept, size, matrices, area, BLOCK
     tl.store(weights, tl.load(kept) * weight - scale * update, inside)
 
 
-@triton.jit
-def _scale(matrices, scales, out, size, BLOCK: tl.constexpr):
-    number = tl.program_id(1)
-    entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = entries < size
-    places = number.to(tl.int64) * size + entries
-    tl.store(out + places, tl.load(matrices + places, inside, 0.0).to(tl.float32) * tl.load(scales + number), inside)
-
-
 def update_moments(
     addresses: Tensor,
     stack: Tensor | None,
@@ -91,7 +82,7 @@ def update_moments(
 
     The addresses are those of the means, unless ``second`` is None of the means of squares, and unless the gradients
     are given as a contiguous stack of those too. For the other arguments see
-    :meth:`egop.optim.elementwise.ElementwiseOps.update_moments`.
+    :meth:`egop.optim.elementwise.MatrixStack.update_moments`.
     """
     count, size = len(out), out[0].numel()
     squares = 0.0 if second is None else second
@@ -121,20 +112,12 @@ def apply_updates(addresses: Tensor, updates: Tensor, scales: Tensor, kept: Tens
         _apply_updates[_grid(count, size)](addresses, updates, scales, kept, size, matrices, size // matrices, _BLOCK)
 
 
-def scale(matrices: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Write each matrix of a contiguous stack times its scale to ``out``, which may be the stack itself."""
-    size = matrices.shape[-2] * matrices.shape[-1]
-    with torch.cuda.device_of(out):
-        _scale[_grid(matrices.numel() // size, size)](matrices, scales, out, size, _BLOCK)
-
-
 def check(device: torch.device) -> None:
     """Raise an error if the kernels do not work on a device: there may be no compiler, or the GPU may be too old."""
     gradient, mean, square, weight = torch.ones(4, 1, 16, device=device).unbind()
     out = torch.empty_like(gradient).unsqueeze(0)
     update_moments(addresses([mean, square, gradient]), None, out, 0.5, 0.5, nesterov=True, eps=1.0)
     apply_updates(addresses([weight]), out, torch.full((1,), 2.0, device=device), torch.ones((), device=device))
-    scale(weight.unsqueeze(0), torch.full((1,), 2.0, device=device), weight.unsqueeze(0))
     if not bool((weight == 0).all()):  # 1 - 2 · 1 / (1 + 1)
         raise RuntimeError(f"a kernel returned {weight.tolist()} instead of zeros")
 

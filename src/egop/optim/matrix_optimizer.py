@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from egop.distributed import is_sharded
 from egop.numerics import (
     SMALL_NETWORK_BYTES,
     InPlaceGraph,
@@ -23,10 +24,19 @@ from egop.numerics import (
     run_in_branches,
     without_autocast,
 )
-from egop.optim.elementwise import ElementwiseOps
+from egop.optim.elementwise import MatrixStack
+from egop.optim.sharded import ShardedMatrix
 
-# A parameter group, its weights that have a gradient, and their gradients.
-Part = tuple[Mapping[str, Any], list[Tensor], list[Tensor]]
+# A parameter group, its weights that have a gradient, their gradients, and their states.
+Part = tuple[Mapping[str, Any], list[Tensor], list[Tensor], list[dict[str, Tensor]]]
+
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    **dict.fromkeys(("lr", "weight_decay", "update_rms", "eps"), check_nonnegative),
+    "momentum": check_fraction,
+    "iterations": check_positive_int,
+}
+_RECORDABLE = ({("cuda", torch.float32)}, {("cuda", torch.float64)})  # device and precision of all weights
+_MAX_STACKINGS = 64  # sets of weights whose stacks are kept; a network whose weights all have gradients needs one
 
 
 class MatrixOptimizer(Optimizer, abc.ABC):
@@ -51,11 +61,6 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         # matrices_last: whether a tensor of more than two dimensions is a stack of matrices, as egop's coordinates are.
         super().__init__(params, defaults | {"matrices_last": False})
         self._reset_graphs()
-
-    @property
-    def is_recordable(self) -> bool:
-        """True if the class itself declares that its step can be recorded."""
-        return bool(vars(type(self)).get("recordable"))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of weights, each of two or more dimensions."""
@@ -87,49 +92,40 @@ class MatrixOptimizer(Optimizer, abc.ABC):
             with torch.enable_grad():
                 loss = closure()
         with without_autocast():
-            parts = [
-                (group, weights, list(map(_dense_gradient, weights)))
-                for group in self.param_groups
-                if (weights := [each for each in group["params"] if each.grad is not None and each.numel()])
-            ]
+            parts = []
+            for group in self.param_groups:
+                weights = [weight for weight in group["params"] if weight.grad is not None and weight.numel()]
+                gradients, states = list(map(_dense_gradient, weights)), [self.state[weight] for weight in weights]
+                parts.append((group, weights, gradients, states))
             self.step_parts(parts)
         return loss
 
     def step_parts(self, parts: Sequence[Part]) -> None:
-        """Step some weights of each group along these gradients."""
-        if self.is_recordable and _is_small(parts):
-            self._step_recorded(parts)
-        else:
-            for part in parts:
-                self._step_group(*part, *_rates(part[0]))
+        """Step some weights of each group."""
+        stacks = [stack for part in parts for stack in self._form_stacks(*part)]
+        self._step_stacks(stacks)
+        for stack in stacks:
+            stack.gradients, stack.states = [], []  # so that zero_grad() frees the gradients
 
     @abc.abstractmethod
     def transform(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the updates for momentum matrices with any leading dimensions, up to their scale."""
 
-    def compute_directions(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> Tensor:
+    def compute_directions(self, stack: MatrixStack) -> Tensor:
         """Update the momenta of weights of one shape and return the matrices to transform."""
-        means = self._states(weights, "exp_avg")
-        momentum, nesterov, last = group["momentum"], group["nesterov"], group["matrices_last"]
-        return self._elementwise.update_moments(
-            weights, gradients, means, momentum=momentum, nesterov=nesterov, last=last
-        )
+        momentum, nesterov = stack.group["momentum"], stack.group["nesterov"]
+        return stack.update_moments(stack.gradients, stack.get_state("exp_avg"), momentum=momentum, nesterov=nesterov)
 
-    def compute_updates(self, group: Mapping[str, Any], weights: list[Tensor], matrices: Tensor) -> Tensor:
+    def compute_updates(self, stack: MatrixStack, matrices: Tensor) -> Tensor:
         """Return the updates for weights of one shape, up to their scale."""
-        return self.transform(matrices, group)
+        return self.transform(matrices, stack.group)
 
     def compute_scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the factor for each matrix of updates, without the learning rate."""
         return rms_scales(updates, group["update_rms"])
 
     def lookahead(self, weights: Sequence[Tensor], gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the momenta after a step with these gradients, and their transforms, without changing any state.
-
-        Args:
-            weights: weights of one shape.
-            gradients: their gradients, stacked.
-        """
+        """Return the momenta after a step with these stacked gradients, and their transforms; change no state."""
         index_of = {id(weight): index for index, weight in enumerate(weights)}
         momenta, transformed = torch.empty_like(gradients), torch.empty_like(gradients)
         for group in self.param_groups:
@@ -139,7 +135,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
                 part = slice(None) if indices == list(range(len(weights))) else indices
                 means = [self.state.get(weights[i], {}).get("exp_avg", torch.zeros_like(weights[i])) for i in indices]
                 momenta[part] = torch.stack(means).lerp(gradients[part], 1 - group["momentum"])
-                matrices = _as_matrices(momenta[part], last=group["matrices_last"])
+                matrices = momenta[part] if group["matrices_last"] else momenta[part].flatten(2)
                 transformed[part] = self.transform(matrices, group).reshape(momenta[part].shape)
         return momenta, transformed
 
@@ -148,67 +144,70 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         super().__setstate__(state)
         self._reset_graphs()
 
-    def _states(self, weights: Sequence[Tensor], name: str) -> list[Tensor]:
-        """Return the state tensors with this name, initialized to zero."""
-        states = [self.state[weight] for weight in weights]
-        for state, weight in zip(states, weights, strict=True):
-            if name not in state:
-                state[name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
-        return [state[name] for state in states]
-
-    def _step_group(
-        self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor], lr: Any, kept: Any
-    ) -> None:
-        tasks = []
-        for indices in self._group_by_layout(group, weights):
-            own = [weights[index] for index in indices], [gradients[index] for index in indices]
-            tasks.append(functools.partial(self._step_stack, group, *own, lr, kept))
-        run_in_branches(tasks)
-
-    def _step_stack(
-        self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor], lr: Any, kept: Any
-    ) -> None:
-        """Step weights of one shape."""
-        directions = self.compute_directions(group, weights, gradients)
-        if weights[0].dtype in (torch.float16, torch.bfloat16):  # too few digits to recognize rounding errors
-            directions = directions.float()
-        updates = self.compute_updates(group, weights, directions)
-        scales = self.compute_scales(updates, group) * lr
-        self._elementwise.apply_updates(weights, updates, scales, kept, last=group["matrices_last"])
-
-    def _group_by_layout(self, group: Mapping[str, Any], weights: Sequence[Tensor]) -> list[list[int]]:
-        """Group the indices of weights by shape, strides, dtype and device, once for all steps."""
+    def _form_stacks(
+        self,
+        group: Mapping[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: list[dict[str, Tensor]],
+    ) -> list[MatrixStack]:
+        """Stack weights by shape, strides, dtype and device, once for all steps."""
         layouts = [(weight.shape, weight.stride(), weight.dtype, weight.device) for weight in weights]
-        known, grouped = self._grouped.get(id(group), (None, []))
+        key = (id(group), *map(id, weights))
+        known, indexed = self._stacks.get(key, (None, []))
         if known != layouts:
+            if known is not None or len(self._stacks) == _MAX_STACKINGS:
+                self._reset_graphs()  # they read addresses that the stacks hold
             by_layout: dict[Any, list[int]] = {}
             for index, layout in enumerate(layouts):
-                by_layout.setdefault(layout, []).append(index)
+                by_layout.setdefault((layout, index if is_sharded(weights[index]) else None), []).append(index)
             # Largest first, so that small ones run in parallel with them.
-            grouped = sorted(by_layout.values(), key=lambda indices: -len(indices) * weights[indices[0]].numel())
-            self._grouped[id(group)] = layouts, grouped
-        return grouped
+            parts = sorted(by_layout.values(), key=lambda part: -len(part) * weights[part[0]].numel())
+            indexed = [(self._make_stack([weights[index] for index in part], group), part) for part in parts]
+            self._stacks[key] = layouts, indexed
+        for stack, indices in indexed:
+            stack.gradients = [gradients[index] for index in indices]
+            stack.states = [states[index] for index in indices]
+        return [stack for stack, _ in indexed]
 
-    def _step_recorded(self, parts: Sequence[Part]) -> None:
+    def _make_stack(self, weights: list[Tensor], group: Mapping[str, Any]) -> MatrixStack:
+        if is_sharded(weights[0]):
+            return ShardedMatrix(weights, group)
+        return MatrixStack(weights, group, any_column_order=self._is_recordable)
+
+    def _step_stacks(self, stacks: Sequence[MatrixStack]) -> None:
+        if self._is_recordable and _is_small(stacks):
+            self._step_recorded(stacks)
+        else:
+            for stack in stacks:
+                self._step_stack(stack, *_rates(stack.group))
+
+    def _step_stack(self, stack: MatrixStack, lr: Any, kept: Any) -> None:
+        directions = self.compute_directions(stack)
+        if stack.weights[0].dtype in (torch.float16, torch.bfloat16):  # too few digits to recognize rounding errors
+            directions = directions.float()
+        updates = self.compute_updates(stack, directions)
+        stack.apply_updates(updates, self.compute_scales(updates, stack.group) * lr, kept)
+
+    def _step_recorded(self, stacks: Sequence[MatrixStack]) -> None:
         """Step with a CUDA graph, which reads gradients and rates from its own buffers."""
-        rates = {id(group): self._buffer_rates(group, weights[0]) for group, weights, _ in parts}
-        buffered, tensors = [], []
-        for group, weights, gradients in parts:
-            buffers = self._buffer_gradients(weights, gradients)
-            buffered.append((group, weights, buffers, *rates[id(group)]))
-            tensors += [*weights, *buffers, *self._graph_inputs(group, weights), *rates[id(group)]]
-        self._graph.run(tensors, self, buffered, _recorded_settings(group for group, _, _ in parts))
+        groups = {id(stack.group): stack for stack in stacks}
+        filled = {key: self._buffer_rates(stack.group, stack.weights[0]) for key, stack in groups.items()}
+        tensors = [rate for rates in filled.values() for rate in rates]
+        for stack in stacks:
+            self._buffer_gradients(stack)
+            tensors += [*stack.weights, *stack.gradients, *([] if stack.bases is None else [stack.bases])]
+            # Counters stay on the CPU.
+            tensors += [tensor for state in stack.states for tensor in state.values() if tensor.dim()]
+        rates = [filled[id(stack.group)] for stack in stacks]
+        self._graph.run(tensors, self, stacks, rates, _recorded_settings(stack.group for stack in groups.values()))
         # Autograd does not see what a graph writes, but must notice that older autograd graphs are invalid.
-        torch.autograd.graph.increment_version([weight for _, weights, _ in parts for weight in weights])
+        torch.autograd.graph.increment_version([weight for stack in stacks for weight in stack.weights])
 
-    def _graph_inputs(self, group: Mapping[str, Any], weights: list[Tensor]) -> list[Tensor]:
-        """Return the tensors that a step reads besides weights, gradients and rates. Counters stay on the CPU."""
-        return [tensor for weight in weights for tensor in self.state[weight].values() if tensor.dim()]
-
-    def _buffer_gradients(self, weights: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        buffers = [self._gradient_buffers.setdefault(weight, torch.empty_like(weight)) for weight in weights]
-        copy_all(buffers, gradients)
-        return buffers
+    def _buffer_gradients(self, stack: MatrixStack) -> None:
+        buffers = [self._gradient_buffers.setdefault(weight, torch.empty_like(weight)) for weight in stack.weights]
+        copy_all(buffers, stack.gradients)
+        stack.gradients = buffers
 
     def _buffer_rates(self, group: Mapping[str, Any], weight: Tensor) -> list[Tensor]:
         key = id(group), weight.dtype, weight.device
@@ -219,24 +218,27 @@ class MatrixOptimizer(Optimizer, abc.ABC):
 
     def _reset_graphs(self) -> None:
         """Drop all graphs and their buffers, because the tensors of this optimizer may have changed."""
+        self._is_recordable = bool(vars(type(self)).get("recordable"))
         self._graph = InPlaceGraph(_step_all, Recorder(branched=True))
-        self._elementwise = ElementwiseOps(any_column_order=self.is_recordable)
         self._rate_buffers: dict[Any, list[Tensor]] = {}  # by group, dtype and device
         self._gradient_buffers: dict[Tensor, Tensor] = {}
-        self._grouped: dict[int, tuple[list[Any], list[list[int]]]] = {}  # layouts and indices, by group
+        # By group and weights: their layouts, and stacks with the indices of their weights.
+        self._stacks: dict[tuple[int, ...], tuple[list[Any], list[tuple[MatrixStack, list[int]]]]] = {}
 
 
-def _step_all(optimizer: MatrixOptimizer, parts: Sequence[Any], settings: str) -> None:
-    """Step all groups; :class:`InPlaceGraph` records this once for each value of the settings."""
-    for part in parts:
-        optimizer._step_group(*part)
+def _step_all(optimizer: MatrixOptimizer, stacks: Sequence[MatrixStack], rates: Sequence[Any], settings: str) -> None:
+    """Step all stacks; :class:`InPlaceGraph` records this once for each value of the settings."""
+    pairs = zip(stacks, rates, strict=True)
+    run_in_branches([functools.partial(optimizer._step_stack, stack, *rates) for stack, rates in pairs])
 
 
 def rms_scales(matrices: Tensor, rms: float) -> Tensor:
     """Return the factor that gives each matrix this root mean square; 0 for a zero matrix."""
+    rows, columns = matrices.shape[-2:]
     dtype = torch.promote_types(matrices.dtype, torch.float32)
     lengths = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=dtype)
-    return torch.where(lengths > 0, rms * math.sqrt(math.prod(matrices.shape[-2:])) / lengths, 0)
+    scales: Tensor = lengths.reciprocal_().mul_(rms * math.sqrt(rows * columns))
+    return scales.nan_to_num_(nan=0.0, posinf=0.0)
 
 
 def _recorded_settings(groups: Iterable[Mapping[str, Any]]) -> str:
@@ -246,19 +248,15 @@ def _recorded_settings(groups: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _check_hyperparameters(defaults: Mapping[str, Any]) -> None:
-    for name in ("lr", "weight_decay", "update_rms", "eps"):
+    for name, check in _CHECKS.items():
         if name in defaults:
-            check_nonnegative(name, defaults[name])
-    if "momentum" in defaults:
-        check_fraction("momentum", defaults["momentum"])
+            check(name, defaults[name])
     if "betas" in defaults:
         betas = defaults["betas"]
         if not isinstance(betas, Sequence) or len(betas) != 2:
             raise TypeError(f"betas must be two numbers, got {betas!r}.")
         for index, beta in enumerate(betas):
             check_fraction(f"betas[{index}]", beta)
-    if "iterations" in defaults:
-        check_positive_int("iterations", defaults["iterations"])
 
 
 def _dense_gradient(weight: Tensor) -> Tensor:
@@ -273,13 +271,9 @@ def _rates(group: Mapping[str, Any]) -> tuple[Any, Any]:
     return group["lr"], 1 - group["lr"] * group["weight_decay"]
 
 
-def _is_small(parts: Sequence[Part]) -> bool:
+def _is_small(stacks: Sequence[MatrixStack]) -> bool:
     """Return True if launching a step takes longer than computing it and the rates fit the weights' precision."""
-    weights = [weight for _, weights, _ in parts for weight in weights]
-    kinds = {(weight.device.type, weight.dtype) for weight in weights}
-    small = sum(weight.nbytes for weight in weights) <= SMALL_NETWORK_BYTES
-    return small and kinds in ({("cuda", torch.float32)}, {("cuda", torch.float64)})
-
-
-def _as_matrices(tensors: Tensor, *, last: bool) -> Tensor:
-    return tensors if last or tensors.dim() == 3 else tensors.flatten(2)
+    firsts = [stack.weights[0] for stack in stacks]
+    if {(weight.device.type, weight.dtype) for weight in firsts} not in _RECORDABLE or any(map(is_sharded, firsts)):
+        return False
+    return sum(weight.nbytes for stack in stacks for weight in stack.weights) <= SMALL_NETWORK_BYTES

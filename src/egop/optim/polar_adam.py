@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from egop.distributed import shard_like, take_shard, to_full, to_local
-from egop.optim.elementwise import ElementwiseOps, scale_matrices
+from egop.optim.elementwise import MatrixStack
 from egop.optim.matrix_optimizer import MatrixOptimizer
 
 # Keller Jordan's quintic (Muon), which brings all singular values to between 0.7 and 1.2 in five steps.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_SMALL = 256  # width of matrices for which making an identity matrix takes longer than a product
 
 
 class PolarAdam(MatrixOptimizer):
@@ -63,60 +62,28 @@ class PolarAdam(MatrixOptimizer):
         rates = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "iterations": iterations}
         super().__init__(params, rates | {"weight_decay": weight_decay, "update_rms": update_rms})
 
-    def compute_directions(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> Tensor:
+    def compute_directions(self, stack: MatrixStack) -> Tensor:
         """Return Adam's directions. There is no bias correction: it would only scale whole matrices."""
-        bases = self.find_bases(weights)
-        if bases is None:
-            return self._update_moments(group, weights, gradients)
-        matrices = self._elementwise.stack(weights, gradients, last=group["matrices_last"], dtype=bases.dtype)
-        return self._update_moments(group, weights, rotate(matrices, bases))
+        gradients: list[Tensor] | Tensor = stack.gradients
+        if stack.bases is not None:
+            gradients = rotate(stack.stack(stack.gradients, stack.bases.dtype), stack.bases)
+        moments = stack.get_state("exp_avg"), stack.get_state("exp_avg_sq")
+        (momentum, second), nesterov, eps = stack.group["betas"], stack.group["nesterov"], stack.group["eps"]
+        return stack.update_moments(gradients, *moments, momentum=momentum, second=second, nesterov=nesterov, eps=eps)
 
-    def compute_updates(self, group: Mapping[str, Any], weights: list[Tensor], matrices: Tensor) -> Tensor:
+    def compute_updates(self, stack: MatrixStack, matrices: Tensor) -> Tensor:
         """Return the polar factors, rotated back if there are bases."""
-        return orthogonalize(matrices, group["iterations"], self.find_bases(weights))
-
-    def find_bases(self, weights: list[Tensor]) -> Tensor | None:
-        """Return the stacked bases of weights of one shape, or None if they are stepped in their own coordinates."""
-        return None
+        return orthogonalize(matrices, stack.group["iterations"], stack.bases)
 
     def transform(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the polar factors."""
         return orthogonalize(matrices, group["iterations"])
 
-    def step_sharded(self, group: Mapping[str, Any], weight: Tensor, gradient: Tensor) -> None:
-        """Step a weight that is sharded over processes. Its moments stay sharded; its directions are gathered."""
-        bases, shape = self.find_bases([weight]), weight.shape
-        matrix_shape = shape if group["matrices_last"] else (shape[0], math.prod(shape[1:]))
-        if bases is not None:
-            whole = to_full(gradient).reshape(1, *matrix_shape)
-            gradient = rotate(whole, bases).reshape(shape)
-        local, operations = to_local(weight), ElementwiseOps(any_column_order=False)
-        states = [[to_local(state)] for name in _MOMENTS for state in self._states([weight], name)]
-        options = _moment_options(group) | {"last": group["matrices_last"]}
-        directions = operations.update_moments([local], [take_shard(gradient, weight)], *states, **options)
-        matrices = to_full(shard_like(directions.reshape(local.shape), weight)).reshape(1, *matrix_shape)
-        updates = orthogonalize(matrices, group["iterations"], bases)
-        scales = self.compute_scales(updates, group) * group["lr"]
-        part = take_shard(updates.reshape(shape), weight).reshape(directions.shape)
-        kept = 1 - group["lr"] * group["weight_decay"]
-        operations.apply_updates([local], part, scales, kept, last=group["matrices_last"])
-
-    def _update_moments(
-        self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor] | Tensor
-    ) -> Tensor:
-        states = [self._states(weights, name) for name in _MOMENTS]
-        options = _moment_options(group) | {"last": group["matrices_last"]}
-        return self._elementwise.update_moments(weights, gradients, *states, **options)
-
-
-def _moment_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    momentum, second = group["betas"]
-    return {"momentum": momentum, "second": second, "nesterov": group["nesterov"], "eps": group["eps"]}
-
 
 def rotate(matrices: Tensor, bases: Tensor) -> Tensor:
     """Return coordinates of matrices, rotated on their smaller side (for square matrices, on the columns)."""
-    return matrices @ bases if is_tall(matrices) else bases.mT @ matrices
+    product = torch.bmm if matrices.dim() == 3 else torch.matmul
+    return product(matrices, bases) if is_tall(matrices) else product(bases.mT, matrices)
 
 
 def is_tall(matrices: Tensor) -> bool:
@@ -134,7 +101,8 @@ def polar(matrices: Tensor, iterations: int = 5) -> Tensor:
     """
     largest = torch.linalg.vector_norm(matrices, torch.inf, (-2, -1), keepdim=True)
     scales = 1 / largest.clamp_min(torch.finfo(matrices.dtype).tiny)
-    return orthogonalize(scale_matrices(matrices, scales, _product_dtype(matrices)), iterations)
+    scaled = torch.empty_like(matrices, dtype=_product_dtype(matrices))
+    return orthogonalize(torch.mul(matrices, scales, out=scaled), iterations)
 
 
 def orthogonalize(matrices: Tensor, iterations: int, bases: Tensor | None = None) -> Tensor:
@@ -146,24 +114,35 @@ def orthogonalize(matrices: Tensor, iterations: int, bases: Tensor | None = None
         bases: if given, orthogonal matrices of the smaller side (for square matrices, of the columns) that multiply the
             polar factors on that side. The product is part of the last step, where it costs little.
     """
-    a, b, c = _COEFFICIENTS
-    x = matrices.to(_product_dtype(matrices)).reshape(-1, *matrices.shape[-2:])
+    _, b, c = _COEFFICIENTS
+    x = matrices.to(_product_dtype(matrices))
+    x = x if x.dim() == 3 else x.reshape(-1, *x.shape[-2:])
     tall = is_tall(x)
-    constant = a * torch.eye(min(x.shape[-2:]), dtype=x.dtype, device=x.device)
+    size = min(x.shape[-2:])
+    make_constant = _keep_scaled_identity if x.device.type == "cpu" and size <= _SMALL else _scale_identity
+    constant = make_constant(size, x.dtype, x.device)
     for step in range(iterations):
         gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)  # of the smaller side
         if step == 0:  # divide by the Frobenius norm: the trace is its square
             square = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.promote_types(x.dtype, torch.float32))
-            inverse = 1 / square.clamp_min(torch.finfo(square.dtype).tiny)[:, None, None]
-            gram = gram * inverse.to(x.dtype)
+            inverse = square.clamp_min_(torch.finfo(square.dtype).tiny).reciprocal_().view(-1, 1, 1)
+            gram.mul_(inverse.to(x.dtype))
         factor = torch.add(constant, gram, alpha=b).baddbmm_(gram, gram, alpha=c)
         if step == 0:
-            factor = factor * inverse.sqrt().to(x.dtype)
+            factor.mul_(inverse.sqrt_().to(x.dtype))
         if bases is not None and step == iterations - 1:
-            basis = bases.to(x.dtype).reshape(-1, *bases.shape[-2:])
+            basis = bases if bases.dim() == 3 else bases.reshape(-1, *bases.shape[-2:])
+            basis = basis.to(x.dtype)
             factor = torch.bmm(factor, basis.mT) if tall else torch.bmm(basis, factor)
         x = torch.bmm(x, factor) if tall else torch.bmm(factor, x)
-    return x.reshape(matrices.shape)
+    return x if matrices.dim() == 3 else x.reshape(matrices.shape)
+
+
+def _scale_identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _COEFFICIENTS[0] * torch.eye(size, dtype=dtype, device=device)
+
+
+_keep_scaled_identity = functools.lru_cache(maxsize=16)(_scale_identity)
 
 
 def _product_dtype(matrices: Tensor) -> torch.dtype:

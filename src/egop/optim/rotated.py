@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from egop.distributed import is_sharded, to_full, write_shard
+from egop.distributed import is_sharded
 from egop.numerics import (
     GraphedFunction,
     Recorder,
@@ -21,10 +20,10 @@ from egop.numerics import (
     orthonormality_error,
     power_iteration,
 )
-from egop.optim.matrix_optimizer import Part
+from egop.optim.elementwise import MatrixStack
 from egop.optim.polar_adam import PolarAdam, is_tall, rotate
 
-_MAX_STACKS = 64  # stacks of bases to keep; a network whose weights all have gradients needs one for each shape
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")  # much faster to add than a number
 
 
 class _Renewal(NamedTuple):
@@ -32,8 +31,10 @@ class _Renewal(NamedTuple):
 
     turn: Tensor  # the new basis in the coordinates of the old one
     basis: Tensor
-    momentum: Tensor  # what it was computed from
-    version: int
+    version: int  # of the state that it was computed from
+
+
+_Due = tuple[MatrixStack, list[dict[str, Tensor]]]  # weights of one layout, and the states of those to renew
 
 
 class RotatedPolarAdam(PolarAdam):
@@ -64,140 +65,89 @@ class RotatedPolarAdam(PolarAdam):
         for group in self.param_groups:
             group.setdefault("every", every)
 
-    def step_parts(self, parts: Sequence[Part]) -> None:
-        """Renew the bases that are due and step some weights of each group along these gradients."""
+    def _step_stacks(self, stacks: Sequence[MatrixStack]) -> None:
+        """Renew the bases that are due, then step."""
         self._side_stream.join()
-        counters = []
-        for group, weights, _ in parts:
-            counters.append(self._start(group, weights))
-            self._install(group, _find_due(group, weights, counters[-1]))
-            for indices in self._group_by_layout(group, weights):
-                self._stack_bases([weights[index] for index in indices])
+        for stack in stacks:
+            self._start(stack)
+        self._install(_find_due(stacks))
         self._ahead.clear()
-        super().step_parts(parts)
-        for (group, weights, _), steps in zip(parts, counters, strict=True):
-            torch._foreach_add_(steps, 1)
-            self._renew_ahead(group, _find_due(group, weights, steps))
+        for stack in stacks:
+            self._stack_bases(stack)
+        super()._step_stacks(stacks)
+        for stack in stacks:
+            torch._foreach_add_([state["step"] for state in stack.states], _ONE)
+        self._renew_ahead([stack for stack in stacks if stack.weights[0].is_cuda and not is_sharded(stack.weights[0])])
 
-    def step_sharded(self, group: Mapping[str, Any], weight: Tensor, gradient: Tensor) -> None:
-        """Renew the basis if it is due and step a weight that is sharded over processes."""
-        steps = self._start(group, [weight])
-        self._install(group, _find_due(group, [weight], steps))
-        self._stack_bases([weight])
-        super().step_sharded(group, weight, gradient)
-        steps[0].add_(1)
-
-    def find_bases(self, weights: list[Tensor]) -> Tensor:
-        """Return the stacked bases of weights of one shape."""
-        return self._base_stacks[_key(weights)][0]
-
-    def _graph_inputs(self, group: Mapping[str, Any], weights: list[Tensor]) -> list[Tensor]:
-        stacks = [
-            self.find_bases([weights[index] for index in indices]) for indices in self._group_by_layout(group, weights)
-        ]
-        return [*super()._graph_inputs(group, weights), *stacks]
-
-    def _start(self, group: Mapping[str, Any], weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return the step counters of weights; create the state of those that have none, with the identity as basis."""
-        states = [self.state[weight] for weight in weights]
-        for weight, state in zip(weights, states, strict=True):
+    def _start(self, stack: MatrixStack) -> None:
+        """Create the state of weights that have none, with the identity as basis."""
+        for weight, state in zip(stack.weights, stack.states, strict=True):
             if "basis" not in state:
                 state["step"] = torch.zeros((), device="cpu")
-                stack, sides = _split_shape(weight, last=group["matrices_last"])
-                identity = torch.eye(min(sides), dtype=weight.dtype, device=weight.device)
-                state["basis"] = identity.expand(*stack, *identity.shape).clone()
-        return [state["step"] for state in states]
+                identity = torch.eye(min(stack.shape[-2:]), dtype=weight.dtype, device=weight.device)
+                state["basis"] = identity.expand(*stack.shape[:-2], *identity.shape).clone()
 
-    def _renew_ahead(self, group: Mapping[str, Any], weights: list[Tensor]) -> None:
+    def _renew_ahead(self, stacks: Sequence[MatrixStack]) -> None:
         """Compute the next bases on a side stream, if there is one."""
-        if weights:
-            used = [self.state[weight][name] for weight in weights for name in ("exp_avg", "basis")]
+        if due := _find_due(stacks):
+            used = [state[name] for _, states in due for state in states for name in ("exp_avg", "basis")]
             with self._side_stream.use(used) as is_alongside:
-                self._ahead |= self._compute_renewals(group, weights) if is_alongside else {}
+                self._ahead |= self._compute_renewals(due) if is_alongside else {}
 
-    def _install(self, group: Mapping[str, Any], weights: list[Tensor]) -> None:
-        """Move the state of weights to their new bases."""
-        if not weights:
+    def _install(self, due: Sequence[_Due]) -> None:
+        """Move states to their new bases."""
+        if not due:
             return
-        states = [self.state[weight] for weight in weights]
         renewals = self._ahead
-        if not all(_is_current(renewals.get(weight), self.state[weight]) for weight in weights):
-            renewals = self._compute_renewals(group, weights)
-        for indices in self._group_by_layout(group, weights):
-            own = [weights[index] for index in indices]
-            turns = torch.stack([renewals[weight].turn for weight in own])
-            self._rotate_state(group, own, "exp_avg", turns)
-            self._rotate_state(group, own, "exp_avg_sq", turns.square())
-        copy_all([state["basis"] for state in states], [renewals[weight].basis for weight in weights])
+        if not all(_is_current(renewals.get(state["exp_avg"]), state) for _, states in due for state in states):
+            renewals = self._compute_renewals(due)
+        for stack, states in due:
+            own = [renewals[state["exp_avg"]] for state in states]
+            turns = torch.stack([renewal.turn for renewal in own])
+            _rotate_state(stack, [state["exp_avg"] for state in states], turns)
+            _rotate_state(stack, [state["exp_avg_sq"] for state in states], turns.square())
+            copy_all([state["basis"] for state in states], [renewal.basis for renewal in own])
 
-    def _rotate_state(self, group: Mapping[str, Any], weights: list[Tensor], name: str, turns: Tensor) -> None:
-        matrices = self._stack_state(group, weights, name)
-        if _is_fast_in_bfloat16(matrices):
-            matrices, turns = matrices.bfloat16(), turns.bfloat16()
-        with exact_products():
-            rotated = rotate(matrices, turns)
-        states = [self.state[weight][name] for weight in weights]
-        if is_sharded(states[0]):
-            write_shard(states[0], rotated.reshape(states[0].shape))
-        else:
-            self._elementwise.unstack(weights, rotated, states, last=group["matrices_last"])
-
-    def _compute_renewals(self, group: Mapping[str, Any], weights: list[Tensor]) -> dict[Tensor, _Renewal]:
-        """Return new bases; those of one width are computed together."""
-        by_width: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-        for indices in self._group_by_layout(group, weights):
-            own = [weights[index] for index in indices]
-            momenta = self._stack_state(group, own, "exp_avg")
+    def _compute_renewals(self, due: Sequence[_Due]) -> dict[Tensor, _Renewal]:
+        """Return new bases by momentum; those of one width are computed together."""
+        by_width: dict[Any, tuple[list[dict[str, Tensor]], list[Tensor]]] = {}
+        for stack, states in due:
+            momenta = stack.stack([state["exp_avg"] for state in states])
             with exact_products():
                 grams = momenta.mT @ momenta if is_tall(momenta) else momenta @ momenta.mT
             members, found = by_width.setdefault((grams.shape[1:], grams.dtype, grams.device), ([], []))
-            members += own
+            members += states
             found += grams.unbind()
         renewals = {}
         for members, found in by_width.values():
-            bases = torch.stack([self.state[weight]["basis"] for weight in members])
-            for weight, turn, basis in zip(members, *self._renewal(torch.stack(found), bases), strict=True):
-                momentum = self.state[weight]["exp_avg"]
-                renewals[weight] = _Renewal(turn, basis, momentum, _version(self.state[weight]))
+            bases = torch.stack([state["basis"] for state in members])
+            for state, turn, basis in zip(members, *self._renewal(torch.stack(found), bases), strict=True):
+                renewals[state["exp_avg"]] = _Renewal(turn, basis, _version(state))
         return renewals
 
-    def _stack_state(self, group: Mapping[str, Any], weights: list[Tensor], name: str) -> Tensor:
-        states = self._states(weights, name)
-        if is_sharded(states[0]):
-            stack, sides = _split_shape(weights[0], last=group["matrices_last"])
-            return to_full(states[0]).reshape(1, *stack, *sides)
-        return self._elementwise.stack(weights, states, last=group["matrices_last"])
-
-    def _stack_bases(self, weights: list[Tensor]) -> None:
-        """Keep a stack of the bases, in the precision of products and always in the same memory, up to date."""
-        bases = [self.state[weight]["basis"] for weight in weights]
+    def _stack_bases(self, stack: MatrixStack) -> None:
+        """Keep the stacked bases, in the precision of products and always in the same memory, up to date."""
+        bases = [state["basis"] for state in stack.states]
         versions = [(basis.data_ptr(), basis._version) for basis in bases]
-        stack, known = self._base_stacks.get(_key(weights), (None, None))
-        if stack is None:
-            if len(self._base_stacks) == _MAX_STACKS:
-                self._base_stacks.clear()
+        if stack.bases is None:
             dtype = torch.bfloat16 if _is_fast_in_bfloat16(bases[0]) else bases[0].dtype
-            stack = bases[0].new_empty(len(bases), *bases[0].shape, dtype=dtype)
-        if known != versions:
-            copy_all(list(stack.unbind()), bases)
-            self._base_stacks[_key(weights)] = stack, versions
+            stack.bases = bases[0].new_empty(len(bases), *bases[0].shape, dtype=dtype)
+        if stack.stacked_versions != versions:
+            copy_all(stack.bases.unbind(), bases)
+            stack.stacked_versions = versions
 
     def _reset_graphs(self) -> None:
         super()._reset_graphs()
         self._renewal = GraphedFunction(renew, Recorder())
         self._side_stream = SideStream()
-        self._ahead: dict[Tensor, _Renewal] = {}
-        self._base_stacks: dict[tuple[int, ...], tuple[Tensor, Any]] = {}
+        self._ahead: dict[Tensor, _Renewal] = {}  # by momentum
 
 
 def renew(grams: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
     """Take one step of orthogonal iteration; return the new bases in coordinates of the old ones, and themselves.
 
-    Where the iteration fails, because the momentum is not finite, the basis stays as it is.
-
-    Args:
-        grams: Gram matrices in the old coordinates.
-        bases: the old bases.
+    The Gram matrices are in coordinates of the old bases. Where the iteration fails, because the momentum is not
+    finite, the basis stays as it is.
     """
     ones = torch.eye(grams.shape[-1], dtype=grams.dtype, device=grams.device).expand_as(grams)
     turns = power_iteration(grams)
@@ -209,12 +159,7 @@ def renew(grams: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def measure_rotation(momentum: Tensor, basis: Tensor | None) -> dict[str, float]:
-    """Return how far the momentum of a weight is from equal strength in all directions, and its basis from perfect.
-
-    Args:
-        momentum: the momentum in the basis, with any leading dimensions.
-        basis: the basis; None if there is none.
-    """
+    """Return how far the momentum of a weight is from equal strength in all directions, and its basis from perfect."""
     if not momentum.isfinite().all():
         return {"nonfinite": 1.0}
     gram = momentum.mT @ momentum if is_tall(momentum) else momentum @ momentum.mT
@@ -228,10 +173,15 @@ def measure_rotation(momentum: Tensor, basis: Tensor | None) -> dict[str, float]
     return found
 
 
-def _find_due(group: Mapping[str, Any], weights: Sequence[Tensor], steps: Sequence[Tensor]) -> list[Tensor]:
-    """Return the weights whose basis is renewed before their next step."""
-    due = {step for step in set(map(int, steps)) if _is_due(step, group["every"])}
-    return [weight for weight, step in zip(weights, steps, strict=True) if int(step) in due] if due else []
+def _find_due(stacks: Sequence[MatrixStack]) -> list[_Due]:
+    """Return the states whose bases are renewed before their next step."""
+    found = []
+    for stack in stacks:
+        steps = [int(state["step"]) for state in stack.states]
+        due = {step for step in set(steps) if _is_due(step, stack.group["every"])}
+        if due:
+            found.append((stack, [state for state, step in zip(stack.states, steps, strict=True) if step in due]))
+    return found
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -240,16 +190,17 @@ def _is_due(step: int, every: int) -> bool:
     return step > 0 and (is_early or step % every == 0)
 
 
-def _split_shape(weight: Tensor, *, last: bool) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Return the shape of the stack that a weight is, and the sides of its matrices."""
-    if last:
-        return tuple(weight.shape[:-2]), (weight.shape[-2], weight.shape[-1])
-    return (), (weight.shape[0], math.prod(weight.shape[1:]))
+def _rotate_state(stack: MatrixStack, tensors: list[Tensor], turns: Tensor) -> None:
+    matrices = stack.stack(tensors)
+    if _is_fast_in_bfloat16(matrices):
+        matrices, turns = matrices.bfloat16(), turns.bfloat16()
+    with exact_products():
+        stack.unstack(rotate(matrices, turns), tensors)
 
 
 def _is_current(renewal: _Renewal | None, state: Mapping[str, Tensor]) -> bool:
     """Return True if the state has not been touched since the renewal was computed."""
-    return renewal is not None and renewal.momentum is state["exp_avg"] and renewal.version == _version(state)
+    return renewal is not None and renewal.version == _version(state)
 
 
 def _version(state: Mapping[str, Tensor]) -> int:
@@ -258,7 +209,3 @@ def _version(state: Mapping[str, Tensor]) -> int:
 
 def _is_fast_in_bfloat16(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.device.type == "cuda"
-
-
-def _key(weights: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(map(id, weights))

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from egop.basis import Basis, ModuleIndex, Plan, Shared, has_norm_layers, strip_compile_prefix
-from egop.distributed import is_sharded, to_full, to_local, to_local_parts
+from egop.distributed import to_full, to_local, to_local_parts
 from egop.formatting import pluralize
 from egop.numerics import outside_inference_mode, without_autocast
 from egop.optim import PolarAdam, RotatedPolarAdam, measure_rotation
 from egop.optimizer import name_groups
-from egop.recipes.choice import WeightChoice
+from egop.recipes.choice import Matrix, WeightChoice
 from egop.recipes.state_dicts import check_state_dict
 
 __all__ = ["EGOP"]
@@ -26,8 +26,9 @@ __all__ = ["EGOP"]
 # Root mean square of the update of a square matrix before the learning rate, with and without normalization layers.
 _NORMALIZED_RMS, _PLAIN_RMS = 0.4, 0.2
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_HALF = {torch.float16, torch.bfloat16}
 
-_Kind = tuple[int, bool, float]  # matrices stepped alike: the index of their group, whether they are stacks, their gain
+_Kind = tuple[int, Matrix]  # matrices that are stepped alike, by the index of their group
 
 
 class EGOP(Optimizer):
@@ -183,20 +184,23 @@ class EGOP(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with without_autocast():
-            is_first = not self.state
-            known, matrices = self._choice.matrices, dict[_Kind, list[Tensor]]()
+            is_first, bound, known = not self.state, self._bound, self._choice.matrices
+            matrices: dict[_Kind, tuple[list[Tensor], list[Tensor]]] = {}
             for index, group in enumerate(self.param_groups):
-                others = []
+                others: tuple[list[Tensor], list[Tensor]] = ([], [])
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                    if self._bound.get(name) is not parameter:
+                    if bound.get(name) is not parameter:
                         self._bind(name, parameter)
-                    if parameter.grad is None or not parameter.numel():
+                    gradient = parameter.grad
+                    if gradient is None or not parameter.numel():
                         continue
-                    if (matrix := known.get(name)) is None:
-                        others.append(parameter)
-                    else:
-                        matrices.setdefault((index, matrix.stacked > 0, matrix.gain), []).append(parameter)
-                self._step_adamw(group, others)
+                    if gradient.layout is not torch.strided:
+                        raise TypeError("egop.EGOP does not take sparse gradients. Use sparse=False in the embedding.")
+                    matrix = known.get(name)
+                    own = others if matrix is None else matrices.setdefault((index, matrix), ([], []))
+                    own[0].append(parameter)
+                    own[1].append(gradient)
+                self._step_adamw(group, *others)
             self._step_matrices(matrices)
             if is_first and all(float(group["lr"]) == 0 for group in self.param_groups):
                 self._forget_empty_step()
@@ -265,6 +269,7 @@ class EGOP(Optimizer):
                     f"{tuple(parameter.shape)}, which its state does not fit. Create a new optimizer."
                 )
             self.state[parameter] = self.state.pop(before)
+            self._engine = _make_engine(self.defaults)  # the old one holds the parameter that was replaced
         self._bound[name] = parameter
 
     def _forget_empty_step(self) -> None:
@@ -278,67 +283,49 @@ class EGOP(Optimizer):
                 if "step" in state:
                     state["step"].zero_()
 
-    def _step_matrices(self, matrices: Mapping[_Kind, list[Tensor]]) -> None:
+    def _step_matrices(self, matrices: Mapping[_Kind, tuple[list[Tensor], list[Tensor]]]) -> None:
         """Step the weight matrices, by kind."""
         parts, copies = [], []
-        self._engine.state.clear()
-        for kind, parameters in matrices.items():
-            index, last, gain = kind
-            group, settings = self.param_groups[index], self._settings.setdefault(kind, {})
-            own = {"betas": group["betas"], "every": group["every"], "update_rms": gain * group["update_rms"]}
-            settings.update(self._engine.defaults | own | _numbers(group) | {"matrices_last": last})
-            weights, gradients = [], []
-            for parameter, gradient in zip(parameters, _dense_gradients(parameters), strict=True):
-                weight = parameter
-                if parameter.dtype in (torch.float16, torch.bfloat16):
-                    weight, gradient = self._find_master(parameter), gradient.float()
-                    copies.append((parameter, weight))
-                # The engine steps the copy of a weight in half precision, with the state of the weight itself.
-                self._engine.state[weight] = self.state[parameter]
-                if is_sharded(weight):
-                    self._engine.step_sharded(settings, weight, gradient)
-                else:
-                    weights.append(weight)
-                    gradients.append(gradient)
-            if weights:
-                parts.append((settings, weights, gradients))
+        for (index, matrix), (parameters, gradients) in matrices.items():
+            group, settings = self.param_groups[index], self._settings.setdefault((index, matrix), {})
+            if not settings:
+                settings |= self._engine.defaults | {"matrices_last": matrix.stacked > 0}
+            settings["lr"], settings["eps"], settings["weight_decay"] = _read_numbers(group)
+            settings["betas"], settings["every"] = group["betas"], group["every"]
+            settings["update_rms"] = matrix.gain * group["update_rms"]
+            # A weight in half precision is stepped through its float32 copy, with the state of the weight itself.
+            states, weights = [self.state[parameter] for parameter in parameters], parameters
+            if not _HALF.isdisjoint([parameter.dtype for parameter in parameters]):
+                weights = list(map(_find_master, parameters, states))
+                gradients = [gradient.to(weight.dtype) for weight, gradient in zip(weights, gradients, strict=True)]
+                copies += [pair for pair in zip(parameters, weights, strict=True) if pair[0] is not pair[1]]
+            parts.append((settings, weights, gradients, states))
         self._engine.step_parts(parts)
         for parameter, weight in copies:
             to_local(parameter).copy_(to_local(weight))
 
-    def _find_master(self, parameter: Tensor) -> Tensor:
-        """Return the float32 copy of a weight in half precision."""
-        state = self.state[parameter]
-        if "master" not in state:
-            state["master"] = parameter.detach().float()
-        master: Tensor = state["master"]
-        # Entries that someone else has changed no longer round to the weight's.
-        local, values = to_local(master), to_local(parameter)
-        local.copy_(torch.where(local.to(values.dtype) == values, local, values.float()))
-        return master
-
-    def _step_adamw(self, group: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
+    def _step_adamw(self, group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         if not parameters:
             return
         fused = group["fused"]
         states = [self.state[parameter] or self._start_adamw(parameter, fused=fused) for parameter in parameters]
-        numbers = _numbers(group)
+        lr, eps, weight_decay = _read_numbers(group)
         adamw(
             to_local_parts(parameters),
-            to_local_parts(_dense_gradients(parameters)),
+            to_local_parts(gradients),
             to_local_parts([state["exp_avg"] for state in states]),
             to_local_parts([state["exp_avg_sq"] for state in states]),
             [],
             [state["step"] for state in states],
             foreach=group["foreach"],
             fused=fused,
-            has_complex=any(parameter.is_complex() for parameter in parameters),
+            has_complex=any(map(torch.is_complex, parameters)),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
-            lr=numbers["lr"],
-            weight_decay=numbers["weight_decay"],
-            eps=numbers["eps"],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
             maximize=False,
         )
 
@@ -370,14 +357,20 @@ def _make_engine(settings: Mapping[str, Any]) -> PolarAdam:
     return (RotatedPolarAdam if settings["rotate"] else PolarAdam)([{"params": []}], **options)
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group that may be any kind of number; torch's functions want their own kinds."""
-    values = {name: group[name] for name in ("lr", "eps", "weight_decay")}
-    return {name: value if isinstance(value, Tensor) else float(value) for name, value in values.items()}
+def _read_numbers(group: Mapping[str, Any]) -> list[Any]:
+    """Return lr, eps and weight decay, which may be any kind of number; torch's functions want their own kinds."""
+    values = (group["lr"], group["eps"], group["weight_decay"])
+    return [value if isinstance(value, Tensor) else float(value) for value in values]
 
 
-def _dense_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if any(gradient.layout is not torch.strided for gradient in gradients):
-        raise TypeError("egop.EGOP does not take sparse gradients. Use sparse=False in the embedding.")
-    return gradients
+def _find_master(parameter: Tensor, state: dict[str, Any]) -> Tensor:
+    """Return the float32 copy of a weight in half precision, or the weight itself if it needs none."""
+    if parameter.dtype not in _HALF:
+        return parameter
+    if "master" not in state:
+        state["master"] = parameter.detach().float()
+    master: Tensor = state["master"]
+    # Entries that someone else has changed no longer round to the weight's.
+    local, values = to_local(master), to_local(parameter)
+    local.copy_(torch.where(local.to(values.dtype) == values, local, values.float()))
+    return master
