@@ -226,8 +226,9 @@ class Objective:
         with contextlib.ExitStack() as stack:
             if processes.world_size() > 1:
                 processes.run_collectively(lambda: stack.enter_context(self.preserve()))
-                for tensor in [*self._model.parameters(), *self._model.buffers()]:
-                    processes.broadcast(tensor.detach(), 0)
+                own = [tensor.detach() for tensor in (*self._model.parameters(), *self._model.buffers())]
+                for tensor, first in zip(own, processes.broadcast_object(own, 0, self.device), strict=True):
+                    tensor.copy_(first)
                 self._current = {name: tensor.detach().clone() for name, tensor in self.parameters.items()}
             yield
 
