@@ -5,9 +5,9 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -75,18 +75,6 @@ class Block:
             Block(name, (name,), (shape,), self.dtype, (groups,), (stack,)) for name, shape, groups, stack in members
         ]
 
-    def split_off(self, names: Collection[str]) -> tuple[list[Block], list[Block]]:
-        """Return the block without these parameters (none if nothing is left), and one block for each of them."""
-        alone = {block.name: block for block in self.per_tensor()}
-        rest = [block for name, block in alone.items() if name not in names]
-        if len(rest) > 1:
-            fields: dict[str, Any] = {
-                field: tuple(value for block in rest for value in getattr(block, field))
-                for field in ("parameters", "shapes", "transposed", "stacked")
-            }
-            rest = [replace(self, **fields)]
-        return rest, [block for name, block in alone.items() if name in names]
-
 
 def partition_parameters(
     parameters: Mapping[str, Tensor], roles: Mapping[str, Role], partition: Partition
@@ -119,15 +107,20 @@ def partition_parameters(
             f"Invalid partition value: {partition!r}. Must be 'global', 'layer', 'parameter' or a mapping of block "
             "names to name patterns, such as {'first': ['0.*']}."
         )
-    blocks = [
-        Block.from_tensors(
-            name if len(members) > 1 else members[0],
-            {member: parameters[member] for member in members},
-            tuple(roles[member].transposed for member in members),
-            tuple(roles[member].stacked for member in members),
-        )
-        for name, members in groups.items()
-    ]
+    blocks = []
+    for name, members in groups.items():
+        # The padding row of an embedding must not mix with other tensors.
+        alone = [member for member in members if roles[member].has_padding_row]
+        rest = [member for member in members if member not in alone]
+        for own in [rest, *([member] for member in alone)] if rest else [[member] for member in alone]:
+            blocks.append(
+                Block.from_tensors(
+                    name if len(own) > 1 else own[0],
+                    {member: parameters[member] for member in own},
+                    tuple(roles[member].transposed for member in own),
+                    tuple(roles[member].stacked for member in own),
+                )
+            )
     check_disjoint(blocks)
     return blocks
 
