@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -107,20 +107,15 @@ def partition_parameters(
             f"Invalid partition value: {partition!r}. Must be 'global', 'layer', 'parameter' or a mapping of block "
             "names to name patterns, such as {'first': ['0.*']}."
         )
-    blocks = []
-    for name, members in groups.items():
-        # The padding row of an embedding must not mix with other tensors.
-        alone = [member for member in members if roles[member].has_padding_row]
-        rest = [member for member in members if member not in alone]
-        for own in [rest, *([member] for member in alone)] if rest else [[member] for member in alone]:
-            blocks.append(
-                Block.from_tensors(
-                    name if len(own) > 1 else own[0],
-                    {member: parameters[member] for member in own},
-                    tuple(roles[member].transposed for member in own),
-                    tuple(roles[member].stacked for member in own),
-                )
-            )
+    blocks = [
+        Block.from_tensors(
+            name if len(members) > 1 else members[0],
+            {member: parameters[member] for member in members},
+            tuple(roles[member].transposed for member in members),
+            tuple(roles[member].stacked for member in members),
+        )
+        for name, members in _separate_padding(groups, roles)
+    ]
     check_disjoint(blocks)
     return blocks
 
@@ -143,6 +138,15 @@ def _group_weights(partition: str, weights: Mapping[str, Role]) -> dict[str, lis
         is_grouped = partition == "layer" and dot and role.kind == "weight"
         groups.setdefault(layer if is_grouped else name, []).append(name)
     return groups
+
+
+def _separate_padding(groups: Mapping[str, list[str]], roles: Mapping[str, Role]) -> Iterator[tuple[str, list[str]]]:
+    """Give each embedding with a padding row a block of its own: that row must not mix with other tensors."""
+    for name, members in groups.items():
+        alone = [member for member in members if roles[member].has_padding_row]
+        if rest := [member for member in members if member not in alone]:
+            yield name, rest
+        yield from ((member, [member]) for member in alone)
 
 
 def check_disjoint(blocks: Sequence[Block]) -> None:
