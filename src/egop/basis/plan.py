@@ -209,12 +209,10 @@ def _check_choice(chosen: Mapping[Block, Structure], memory: int) -> None:
     for block, structure in chosen.items():
         structure.check(block)
     costs = {block: structure.cost(block).bytes for block, structure in chosen.items()}
-    if sum(costs.values()) <= memory:
-        return
-    block = max(costs, key=lambda candidate: costs[candidate])
-    shapes = " and ".join(" x ".join(map(str, shape)) for shape in chosen[block].basis_shapes(block).values())
-    problem = f"Block '{block.name}' needs a {shapes} basis ({format_bytes(costs[block])})"
-    if costs[block] <= memory:
-        problem = f"All bases together need {format_bytes(sum(costs.values()))}; the largest is: {problem}"
-    advice = "Raise memory=, choose a smaller structure such as egop.Shared() or egop.Auxiliary(rank=...)"
-    raise MemoryError(f"{problem}, more than memory={format_bytes(memory)}. {advice}, or leave the block out.")
+    if sum(costs.values()) > memory:
+        largest = max(costs, key=lambda block: costs[block])
+        raise MemoryError(
+            f"The bases need {format_bytes(sum(costs.values()))}, more than memory={format_bytes(memory)}. The "
+            f"largest, of block '{largest.name}', takes {format_bytes(costs[largest])}. Raise memory=, choose a "
+            "smaller structure such as egop.Shared() or egop.Auxiliary(rank=...), or leave the block out."
+        )
