@@ -54,7 +54,7 @@ class Objective:
         self._model = _unwrap(model)
         self._loss_fn, self._batches = loss_fn, batches
         self._caller = _Caller(self._model)
-        self.logged: set[str] = set()  # messages that are not logged again
+        self.has_warned_of_scale = False  # by egop.Initialization
         self._tensors: dict[str, Tensor] | None = None  # the tensors of a function, which are never written
         # While sampling: the module's own parameters, and their values before sampling.
         self._sampled: dict[str, Tensor] | None = None
