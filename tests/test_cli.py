@@ -193,15 +193,8 @@ def test_plan_accepts_what_a_factory_may_return(run, target):
     lines = result.stdout.splitlines()
     assert lines[0] == "92 parameters in 6 tensors, 78% of them rotated."
     assert [line.split()[:2] for line in lines[4:6]] == [["0.weight", "Shared"], ["1.weight", "Shared"]]
-    assert "the output head" in lines[6]
+    assert "2.weight is not rotated: the output head" in lines
     assert lines[-1] == "Memory beyond AdamW's: 208 B for bases."
-
-
-def test_plan_of_a_structure_is_that_of_online(run):
-    result = run("plan", "factories.py:model", "--structure", "kronecker")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("Kronecker") == 3
-    assert "Memory beyond AdamW's: 688 B for bases" in result.stdout
 
 
 def test_plan_allocates_no_weights(run):
@@ -211,18 +204,15 @@ def test_plan_allocates_no_weights(run):
 
 
 @pytest.mark.parametrize(
-    ("target", "options", "words"),
+    ("target", "words"),
     [
-        ("wrong", [], "must return a model, or an objective or tuple with one, got int."),
-        ("reading", [], "meta"),
-        ("empty", [], "The model has no parameters (Sequential): there is nothing to plan."),
-        ("model", ["--structure", "square"], "Invalid structure 'square'. Must be auto, full, shared, kronecker."),
-        ("model", ["--structure", "auto", "--memory", "lots"], "Invalid memory value"),
-        ("model", ["--structure", "shared", "--memory", "150"], "needs a 8 x 8 basis"),
+        ("wrong", "must return a model, or an objective or tuple with one, got int."),
+        ("reading", "meta"),
+        ("empty", "The model has no parameters (Sequential): there is nothing to plan."),
     ],
 )
-def test_errors_of_plan_are_one_line(run, target, options, words):
-    result = run("plan", f"factories.py:{target}", *options)
+def test_errors_of_plan_are_one_line(run, target, words):
+    result = run("plan", f"factories.py:{target}")
     assert result.exit_code == 2
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1

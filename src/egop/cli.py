@@ -58,7 +58,6 @@ def diagnose(
     steps: Annotated[int | None, typer.Option(min=1, help="Planned number of training steps.")] = None,
     budget: Annotated[float, typer.Option(min=1, help="Seconds that the race may take.")] = 150.0,
     seed: Annotated[int, typer.Option(min=0, max=2**62, help="Seed of the factory and of the race.")] = 0,
-    fixed: Annotated[bool, typer.Option("--fixed", help="Also race AdamW in a fixed, estimated basis.")] = False,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Save a plot of the race to this file.")] = None,
     device: Annotated[str | None, typer.Option(help="Device to use (default: leave the model where it is).")] = None,
     debug: Annotated[bool, _DEBUG] = False,
@@ -73,7 +72,7 @@ def diagnose(
         objective = load_objective(target)
         if device is not None and objective.module is not None:
             objective.module.to(device)
-        diagnosis = run(objective, steps=steps, budget=budget, seeds=(seed, seed + 1), fixed=fixed)
+        diagnosis = run(objective, steps=steps, budget=budget, seeds=(seed, seed + 1))
         typer.echo(str(diagnosis))
         if plot is not None:
             diagnosis.plot().savefig(plot)
@@ -82,47 +81,26 @@ def diagnose(
 
 
 @app.command()
-def plan(
-    target: Annotated[str, _TARGET],
-    structure: Annotated[
-        str | None, typer.Option(help="Structure of Online: auto, full, shared or kronecker (default: EGOP's plan).")
-    ] = None,
-    memory: Annotated[str, typer.Option(help="Limit for all bases of Online together.")] = "2GiB",
-    debug: Annotated[bool, _DEBUG] = False,
-) -> None:
-    """Show which weights of a model would be rotated and what that costs, without allocating them."""
+def plan(target: Annotated[str, _TARGET], debug: Annotated[bool, _DEBUG] = False) -> None:
+    """Show which weights of a model EGOP would rotate and what that costs, without allocating them."""
     with _report_errors(debug):
-        typer.echo(_describe_plan(load_model(target), structure, memory))
+        typer.echo(_describe_plan(load_model(target)))
 
 
-def _describe_plan(model: Any, structure: str | None, memory: str) -> str:
-    import torch
-
-    from egop.basis import Full, Kronecker, Shared
+def _describe_plan(model: Any) -> str:
     from egop.formatting import format_bytes, pluralize
-    from egop.optimizer import ReparameterizedOptimizer
     from egop.recipes import EGOP
-    from egop.refresh import Online
 
     if not any(tensor.numel() for tensor in model.parameters()):
         raise ValueError(f"The model has no parameters ({type(model).__name__}): there is nothing to plan.")
-    structures: dict[str, Any] = {"auto": "auto", "full": Full(), "shared": Shared(), "kronecker": Kronecker()}
-    if structure is None:
-        chosen = EGOP(model).plan
-    elif structure in structures:
-        refresh = Online(structure=structures[structure], memory=memory)
-        chosen = ReparameterizedOptimizer(model, torch.optim.AdamW, refresh=refresh).plan
-    else:
-        raise ValueError(f"Invalid structure {structure!r}. Must be {', '.join(structures)}.")
+    chosen = EGOP(model).plan
     tensors = [tensor for tensor in model.parameters() if tensor.requires_grad]
     size, rotated = sum(tensor.numel() for tensor in tensors), sum(block.size for block in chosen.chosen)
-    bases = format_bytes(sum(each.cost(block).bytes for block, each in chosen.chosen.items()))
-    coordinates = format_bytes(sum(block.size * block.dtype.itemsize for block in chosen.chosen))
-    further = "" if structure is None else f", {bases} for Gram matrices, {coordinates} for coordinates"
+    bases = format_bytes(sum(structure.cost(block).bytes for block, structure in chosen.chosen.items()))
     return (
         f"{size:,} parameters in {pluralize(len(tensors), 'tensor')}, {rotated / max(1, size):.0%} of them rotated.\n\n"
         f"{chosen}\n\n"
-        f"Memory beyond AdamW's: {bases} for bases{further}."
+        f"Memory beyond AdamW's: {bases} for bases."
     )
 
 

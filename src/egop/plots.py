@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from egop.formatting import mask_layer_numbers
+from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# With more spectra than this, those of the same weight in several layers share a line.
+# With more spectra than this there is no legend.
 _MANY = 12
 # Eigenvalues below this fraction of the largest are rounding errors.
 _ROUNDING = 1e-10
@@ -34,31 +34,19 @@ def create_axes(**labels: Any) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def plot_spectra(spectra: Mapping[str, Iterable[float]], title: str = "Eigenvalues") -> Figure:
-    """Plot each spectrum relative to its largest eigenvalue.
-
-    Many spectra are grouped by layer: a line for the median of a group, and a band from its lowest to its highest.
+def plot_spectra(spectra: Mapping[str, Tensor]) -> Figure:
+    """Plot each spectrum relative to its largest eigenvalue, down to rounding errors.
 
     Raises:
         ValueError: if no spectrum has a positive eigenvalue.
     """
-    lists = {name: list(values) for name, values in spectra.items()}
-    relative = {name: [v / values[0] for v in values] for name, values in lists.items() if values and values[0] > 0}
+    relative = {name: (values / values[0]).tolist() for name, values in spectra.items() if values[0] > 0}
     if not relative:
         raise ValueError("There is no spectrum to plot: no block has one with a positive eigenvalue.")
-    groups: dict[tuple[str, int], list[list[float]]] = {}
+    figure, axes = create_axes(title="Eigenvalues", xlabel="k", ylabel="λₖ / λ₁", xscale="log", yscale="log")
     for name, values in relative.items():
-        label = mask_layer_numbers(name) if len(relative) > _MANY else name
-        groups.setdefault((label, len(values)), []).append(values)
-    figure, axes = create_axes(title=title, xlabel="k", ylabel="λₖ / λ₁", xscale="log", yscale="log")
-    for (label, size), group in groups.items():
-        columns = [sorted(column) for column in zip(*group, strict=True)]
-        median = [column[len(column) // 2] for column in columns]
-        last = max(1, sum(value > _ROUNDING for value in median))
-        several = f"{len(group)} layers, " if len(group) > 1 else ""
-        axes.plot(range(1, last + 1), median[:last], label=f"{label} ({several}{size})")
-        if several:
-            low, high = ([max(column[end], _ROUNDING) for column in columns[:last]] for end in (0, -1))
-            axes.fill_between(range(1, last + 1), low, high, alpha=0.15)
-    figure.legend(loc="outside right upper")
+        shown = [value for value in values if value > _ROUNDING]
+        axes.plot(range(1, len(shown) + 1), shown, label=f"{name} ({len(values)})")
+    if len(relative) <= _MANY:
+        figure.legend(loc="outside right upper")
     return figure

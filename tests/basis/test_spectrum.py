@@ -44,21 +44,6 @@ def test_the_density_is_one_over_the_dimension_on_an_axis_and_one_where_all_entr
     assert density_for(torch.tensor([1.0, 1, 0, 0]).double()) == pytest.approx(1 / 2)
 
 
-@pytest.mark.parametrize(("fraction", "expected"), [(0.5, 1), (0.6, 1), (0.61, 2), (0.9, 2), (0.95, 3), (1.0, 3)])
-def test_the_effective_dimension_is_the_smallest_that_holds_the_fraction(fraction, expected):
-    assert spectrum(6.0, 3.0, 1.0, 0.0).effective_dimension(fraction) == expected
-
-
-def test_the_effective_dimension_of_nothing_is_zero():
-    assert spectrum(0.0, 0.0).effective_dimension(0.9) == 0
-
-
-@pytest.mark.parametrize("fraction", [0.0, -1.0, 1.1, float("nan")])
-def test_fraction_out_of_range_raises(fraction):
-    with pytest.raises(ValueError, match="Invalid fraction value"):
-        spectrum(1.0).effective_dimension(fraction)
-
-
 # --- reliability: how much of a spectrum is chance ---
 
 

@@ -2,8 +2,6 @@
 
 import math
 import time
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,29 +91,6 @@ def test_a_rotation_is_advised_for_a_small_transformer(equal_steps, monkeypatch)
     assert found.advised == "EGOP"
     assert found.comparisons["EGOP"].time < 0.95
     assert found.verdict.startswith(f"Use EGOP: egop.EGOP(model, lr={found.lr:g})\n")
-
-
-def test_a_fixed_basis_takes_part_on_request_and_the_spectrum_is_judged(equal_steps):
-    generator = torch.Generator().manual_seed(0)
-    rotation = torch.linalg.qr(torch.randn(8, 8, generator=generator))[0]
-    inputs = torch.randn(8, 32, 8, generator=generator) @ (torch.logspace(0, -2, 8).diag() @ rotation)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    batches = [(batch, (batch @ rotation.mT)[:, :2]) for batch in inputs]
-    found = diagnose(egop.Objective(model, squares, batches), fixed=True)
-    assert "AdamW in a fixed basis" in found.comparisons
-    assert found.basis is not None
-    assert found.verdict.splitlines()[4].startswith("Spectrum: steep enough for a fixed basis.")
-
-
-def test_a_flat_spectrum_is_not_steep_enough():
-    flat = egop.Spectrum(torch.ones(8).double(), torch.full((8,), 0.6).double(), 100, reliability=0.1)
-    found = replace(made_up(), basis=SimpleNamespace(spectrum={"weight": flat}))
-    assert found.verdict.splitlines()[4] == (
-        "Spectrum: not steep enough for a fixed basis. Stable rank / (dimension x density) is below 0.9 for 0 of 1 "
-        "weights, median 1.67 (too few draws to be sure for 1 of them)."
-    )
 
 
 def test_a_function_of_a_vector_leaves_nothing_to_rotate():

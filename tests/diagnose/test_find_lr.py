@@ -71,14 +71,13 @@ def test_what_is_no_optimizer_is_an_error(optimizer):
 def test_it_says_for_which_schedule_and_length_the_rates_hold():
     found = find()
     assert str(found).startswith(f"Try lr {found.rates[0]:g}, then {found.rates[1]:g} (for warm-up over the first 10 %")
-    assert "with a constant rate, try a third). Raced for a training of 20 steps: 3 rates" in str(found)
+    assert "with a constant rate, try a third). Raced 3 rates" in str(found)
+    assert "Longer trainings want smaller rates." in str(found)
     assert repr(found) == f"FoundRates({found.rates[0]:g}, {found.rates[1]:g}; 3 tried)"
-    assert "Raced for a short training" in str(find(steps=None, rates=(0.01,)))
+    assert "Longer trainings want smaller rates (steps=)." in str(find(steps=None, rates=(0.01,)))
 
 
-def test_an_edge_and_divergence_are_mentioned():
-    found = find(optimizer=torch.optim.SGD, rates=(1e-3, 1e-2, 1e3))
-    assert "Diverged at 1000." in str(found)
+def test_an_edge_is_mentioned():
     assert "0.0001 is at the edge of what was tried" in str(find(rates=(1e-5, 1e-4)))
 
 

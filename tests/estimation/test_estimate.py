@@ -232,8 +232,8 @@ def test_model_is_restored_if_a_decomposition_fails(monkeypatch):
         ({"samples": "all"}, ValueError, "Invalid samples value: 'all'"),
         ({"memory": "plenty"}, ValueError, "Invalid memory value: 'plenty'. Must be .*such as '2GiB'"),
         ({"memory": -1}, ValueError, "Invalid memory value: -1"),
-        ({"memory": "1KiB"}, MemoryError, r"'0.weight' needs a 30 x 30 basis \(7.0 KiB\), more than .*1.0 KiB.*"),
-        ({"memory": "8KiB"}, MemoryError, r"Block '.\.weight' needs a .* basis"),  # each fits, both together do not
+        ({"memory": "1KiB"}, MemoryError, r"more than memory=1.0 KiB.*'0.weight', takes 7.0 KiB"),
+        ({"memory": "8KiB"}, MemoryError, r"The bases need .*more than memory=8.0 KiB"),  # each of the two fits
         ({"sampling": "fast"}, ValueError, "Invalid sampling method: 'fast'. Must be 'auto', 'loop' or 'vmap'"),
     ],
 )  # fmt: skip

@@ -29,16 +29,8 @@ OPTIMIZERS = [
 SAME = (egop.extras.RandomRotation(seed=1, like=egop.Kronecker()),)
 STRUCTURES = [each for each in cases.STRUCTURES if each not in SAME]
 DROPPING = egop.Reduced(rank=3, keep_rest=False)
-JOINT = [structure for structure in STRUCTURES if structure.joint]
 
-# Model, partition and structure: each layer's tensors together, and all weights of the model in one block.
-LAYOUTS = {
-    f"{case}-{partition}-{structure}": (case, partition, structure)
-    for partition, structures in (("layer", STRUCTURES), ("global", JOINT))
-    for case in MODELS
-    if (case is not DEEP) and (partition == "layer" or case in (MLP, RECURRENT))
-    for structure in structures
-}
+LAYOUTS = {f"{case}-{structure}": (case, structure) for case in MODELS if case is not DEEP for structure in STRUCTURES}
 
 
 # AdamW everywhere, the others in every structure of one model.
@@ -49,8 +41,8 @@ PAIRS = [
 
 @cache
 def case_and_basis(layout):
-    case, partition, structure = LAYOUTS[layout]
-    return case, basis_of(case, partition=partition, structure=structure)
+    case, structure = LAYOUTS[layout]
+    return case, basis_of(case, partition="parameter", structure=structure)
 
 
 def train(model, optimizer, batches, steps=STEPS):
@@ -80,7 +72,7 @@ def whole(case, **options):
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 @pytest.mark.parametrize("case", [MLP, RECURRENT, ATTENTION], ids=str)
 def test_model_computes_the_same_function_and_is_restored(case, structure):
-    basis = basis_of(case, structure=structure)
+    basis = basis_of(case, partition="parameter", structure=structure)
     model, (inputs, _) = case.build(), case.batches()[0]
     expected, before = model(inputs), cases.parameters_of(model)
     assert egop.extras.parametrize(model, basis) is model
@@ -104,13 +96,9 @@ def test_parameters_are_the_coordinates(structure):
         torch.testing.assert_close(one.detach(), other, rtol=0, atol=0)
 
 
-def test_coordinates_of_a_joint_block_are_stored_once():
-    basis = whole(RECURRENT, partition="global")
-    model = egop.extras.parametrize(RECURRENT.build(), basis)
-    coordinates = [parameter for name, parameter in model.named_parameters() if "original" in name]
-    assert [tuple(each.shape) for each in coordinates] == [(basis["global"].block.size,)]
-    logistic(model, RECURRENT.batches()[0]).backward()
-    assert coordinates[0].grad.count_nonzero() == basis["global"].block.size
+def test_block_of_several_tensors_is_refused():
+    with pytest.raises(ValueError, match=r"Block 'global' has 3 tensors, .* partition='parameter', or use"):
+        egop.extras.parametrize(RECURRENT.build(), whole(RECURRENT, partition="global"))
 
 
 def test_gradients_are_the_encoded_gradients():
@@ -127,7 +115,7 @@ def test_gradients_are_the_encoded_gradients():
 
 
 def test_copy_of_a_parametrized_model_is_independent():
-    model = egop.extras.parametrize(RECURRENT.build(), whole(RECURRENT, partition="global"))
+    model = egop.extras.parametrize(RECURRENT.build(), whole(RECURRENT, partition="parameter"))
     other = copy.deepcopy(model)
     before = cases.parameters_of(other)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), RECURRENT.batches(), 3)

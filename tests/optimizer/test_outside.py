@@ -198,7 +198,7 @@ def test_a_structure_that_is_named_does_not_leave_weights_for_want_of_memory():
     model = network()
     optimizer = made(model, refresh=egop.Online(structure=egop.Kronecker(), memory=1000))
     backward(model, 0)
-    with pytest.raises(MemoryError, match=r"All bases together need .*more than memory=1000 B"):
+    with pytest.raises(MemoryError, match=r"The bases need .*more than memory=1000 B"):
         optimizer.step()
 
 

@@ -5,7 +5,6 @@ To add a structure, write a file in ``structures/`` or subclass ``Structure`` an
 """
 
 from egop.basis.basis import Basis
-from egop.basis.display import BlockInfo as BlockInfo
 from egop.basis.display import format_blocks as format_blocks
 from egop.basis.files import build_change as build_change
 from egop.basis.partition import Block

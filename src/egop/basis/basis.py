@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from egop.basis import files
-from egop.basis.display import BlockInfo, format_blocks
+from egop.basis.display import format_blocks
 from egop.basis.partition import check_disjoint
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
-from egop.basis.structures.views import Coordinates, as_tuple
+from egop.basis.structures.views import Coordinates
 from egop.formatting import format_bytes, pluralize
 from egop.plots import plot_spectra
 
@@ -72,16 +72,8 @@ class Basis(Mapping[str, ChangeOfBasis]):
         """Return the parameters, by name, for coordinates given by block."""
         decoded: dict[str, Tensor] = {}
         for name, values in coordinates.items():
-            change, given = self[name], as_tuple(values)
-            shapes = change.coordinate_shapes()
-            if len(given) != len(shapes) or any(
-                value.shape[value.dim() - len(shape) :] != shape for value, shape in zip(given, shapes, strict=True)
-            ):
-                raise ValueError(
-                    f"Block '{name}' has coordinates of shape {' and '.join(str(tuple(shape)) for shape in shapes)}, "
-                    f"got {' and '.join(str(tuple(value.shape)) for value in given)}."
-                )
-            decoded |= zip(change.block.parameters, change.decode(given), strict=True)
+            change = self[name]
+            decoded |= zip(change.block.parameters, change.decode(values), strict=True)
         return decoded
 
     def to(self, device: torch.device | str) -> Basis:
@@ -104,7 +96,7 @@ class Basis(Mapping[str, ChangeOfBasis]):
 
     def plot(self) -> Figure:
         """Plot the spectrum of every block; ``basis.plot().savefig("spectra.png")`` writes a file."""
-        return plot_spectra({name: each.eigenvalues.tolist() for name, each in self.spectrum.items()})
+        return plot_spectra({name: each.eigenvalues for name, each in self.spectrum.items()})
 
     def __repr__(self) -> str:
         kinds = Counter(change.kind for change in self.values())
@@ -114,5 +106,4 @@ class Basis(Mapping[str, ChangeOfBasis]):
         return f"Basis({pluralize(len(self), 'block')}{f': {blocks}' if blocks else ''}{unrotated}, {size})"
 
     def __str__(self) -> str:
-        blocks = [BlockInfo.from_change(change, self.spectrum.get(name)) for name, change in self.items()]
-        return format_blocks(blocks, self.unrotated)
+        return format_blocks(list(self.values()), self.spectrum, self.unrotated)

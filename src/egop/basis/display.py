@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
@@ -16,75 +15,46 @@ _COST_NOTE = (
     "(tokens, examples, positions of a convolution); ten times as many rows, a tenth of the cost"
 )
 _FORWARD_AND_BACKWARD = 6  # floating-point operations per weight and row
-_HEADER = ["block", "structure", "size", "bytes", f"cost at {_ROWS:,} rows", "stable rank", "why"]
+_HEADER = ["block", "structure", "size", "bytes", f"cost at {_ROWS:,} rows", "stable rank"]
 # With more blocks than this, similar blocks of several layers share a row.
 _MANY = 12
 
 
-@dataclass(frozen=True)
-class BlockInfo:
-    """One block in the table; None for unknown values."""
-
-    name: str
-    structure: str
-    shapes: tuple[Sequence[int], ...]
-    size: int
-    bytes: int
-    flops: int
-    stable_rank: float | None = None
-    dimension: int | None = None
-    draws: int | None = None  # set if there are too few for the stable rank
-    why: str = ""
-
-    @classmethod
-    def from_change(cls, change: ChangeOfBasis, spectrum: Spectrum | None = None) -> BlockInfo:
-        """Describe a block that has a basis."""
-        block = change.block
-        known = (block.name, change.kind, block.shapes, block.size, change.nbytes, change.cost_per_step)
-        if spectrum is None:
-            return cls(*known)
-        draws = None if spectrum.is_supported else spectrum.samples
-        return cls(*known, spectrum.stable_rank, len(spectrum.eigenvalues), draws)
+def format_blocks(
+    changes: Sequence[ChangeOfBasis], spectra: Mapping[str, Spectrum], unrotated: Mapping[str, str]
+) -> str:
+    """Format changes of basis, and the weights left in original coordinates with the reason, as plain text."""
+    rows = [_format_row(name, group, spectra) for name, group in _group(changes)]
+    size, flops = sum(change.block.size for change in changes), sum(change.cost_per_step for change in changes)
+    rows.append(
+        ["total", "", "", format_bytes(sum(change.nbytes for change in changes)), _format_cost(flops, size), ""]
+    )
+    columns = len(_HEADER) if any(row[-1] for row in rows) else len(_HEADER) - 1
+    table = format_table(_HEADER[:columns], [row[:columns] for row in rows])
+    return "\n".join([table, _COST_NOTE, *(f"{name} is not rotated: {reason}" for name, reason in unrotated.items())])
 
 
-def format_blocks(blocks: Sequence[BlockInfo], unrotated: Mapping[str, str]) -> str:
-    """Format blocks, and the weights left in original coordinates with the reason, as plain text."""
-    rows = [_format_row(name, group) for name, group in _group(blocks)]
-    rows += [[name, "-", "", "", "", "", reason] for name, reason in unrotated.items()]
-    size, flops = sum(block.size for block in blocks), sum(block.flops for block in blocks)
-    total = format_bytes(sum(block.bytes for block in blocks))
-    rows.append(["total", "", "", total, _format_cost(flops, size), "", ""])
-    width = len(_HEADER) - (1 if any(row[5] for row in rows) else 2)  # without an empty column of stable ranks
-    lines = format_table(_HEADER[:width], [row[:width] for row in rows]).splitlines()
-    if any(row[-1] for row in rows):  # reasons are aligned left, unlike numbers
-        reasons, longest = ["why", "---", *(row[-1] for row in rows)], max(map(len, lines))
-        lines = [f"{line:<{longest}}  {reason}".rstrip() for line, reason in zip(lines, reasons, strict=True)]
-    return "\n".join([*lines, _COST_NOTE])
-
-
-def _group(blocks: Sequence[BlockInfo]) -> list[tuple[str, list[BlockInfo]]]:
-    if len(blocks) <= _MANY:
-        return [(block.name, [block]) for block in blocks]
-    groups: dict[tuple[object, ...], list[BlockInfo]] = {}
-    for block in blocks:
-        key = mask_layer_numbers(block.name), block.structure, tuple(map(tuple, block.shapes)), block.why
-        groups.setdefault(key, []).append(block)
+def _group(changes: Sequence[ChangeOfBasis]) -> list[tuple[str, list[ChangeOfBasis]]]:
+    if len(changes) <= _MANY:
+        return [(change.block.name, [change]) for change in changes]
+    groups: dict[tuple[object, ...], list[ChangeOfBasis]] = {}
+    for change in changes:
+        groups.setdefault((mask_layer_numbers(change.block.name), change.kind, change.block.shapes), []).append(change)
     return [
-        (f"{mask_layer_numbers(group[0].name)} ({len(group)} similar)" if len(group) > 1 else group[0].name, group)
-        for group in groups.values()
+        (f"{masked} ({len(group)} similar)" if len(group) > 1 else group[0].block.name, group)
+        for (masked, *_), group in groups.items()
     ]
 
 
-def _format_row(name: str, group: Sequence[BlockInfo]) -> list[str]:
+def _format_row(name: str, group: Sequence[ChangeOfBasis], spectra: Mapping[str, Spectrum]) -> list[str]:
     first = group[0]
     return [
         name,
-        first.structure,
-        " + ".join(" x ".join(map(str, shape)) or "1" for shape in first.shapes),
-        format_bytes(sum(block.bytes for block in group)),
-        _format_cost(first.flops, first.size),
-        _format_rank(group),
-        first.why,
+        first.kind,
+        " + ".join(" x ".join(map(str, shape)) or "1" for shape in first.block.shapes),
+        format_bytes(sum(change.nbytes for change in group)),
+        _format_cost(first.cost_per_step, first.block.size),
+        _format_rank([spectra[change.block.name] for change in group if change.block.name in spectra]),
     ]
 
 
@@ -92,11 +62,12 @@ def _format_cost(flops: int, size: int) -> str:
     return format_percent(flops / (_FORWARD_AND_BACKWARD * size * _ROWS) if size else 0.0)
 
 
-def _format_rank(group: Sequence[BlockInfo]) -> str:
+def _format_rank(spectra: Sequence[Spectrum]) -> str:
     """Format the stable rank. With too few draws it is a lower bound: chance makes spectra look steeper."""
-    ranks = sorted(block.stable_rank for block in group if block.stable_rank is not None)
-    if not ranks:
+    if not spectra:
         return ""
-    text = "–".join(dict.fromkeys(f"{rank:.1f}" for rank in (ranks[0], ranks[-1]))) + f" of {group[0].dimension}"
-    few = [block.draws for block in group if block.draws is not None]
+    ranks = sorted(spectrum.stable_rank for spectrum in spectra)
+    size = len(spectra[0].eigenvalues)
+    text = "–".join(dict.fromkeys(f"{rank:.1f}" for rank in (ranks[0], ranks[-1]))) + f" of {size}"
+    few = [spectrum.samples for spectrum in spectra if not spectrum.is_supported]
     return f"{text} ({pluralize(min(few), 'draw')}: lower bound)" if few else text

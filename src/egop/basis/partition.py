@@ -5,9 +5,9 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -75,18 +75,6 @@ class Block:
             Block(name, (name,), (shape,), self.dtype, (groups,), (stack,)) for name, shape, groups, stack in members
         ]
 
-    def split_off(self, names: Collection[str]) -> tuple[list[Block], list[Block]]:
-        """Return the block without these parameters (none if nothing is left), and one block for each of them."""
-        alone = {block.name: block for block in self.per_tensor()}
-        rest = [block for name, block in alone.items() if name not in names]
-        if len(rest) > 1:
-            fields: dict[str, Any] = {
-                field: tuple(value for block in rest for value in getattr(block, field))
-                for field in ("parameters", "shapes", "transposed", "stacked")
-            }
-            rest = [replace(self, **fields)]
-        return rest, [block for name, block in alone.items() if name in names]
-
 
 def partition_parameters(
     parameters: Mapping[str, Tensor], roles: Mapping[str, Role], partition: Partition
@@ -126,7 +114,7 @@ def partition_parameters(
             tuple(roles[member].transposed for member in members),
             tuple(roles[member].stacked for member in members),
         )
-        for name, members in groups.items()
+        for name, members in _separate_padding(groups, roles)
     ]
     check_disjoint(blocks)
     return blocks
@@ -150,6 +138,15 @@ def _group_weights(partition: str, weights: Mapping[str, Role]) -> dict[str, lis
         is_grouped = partition == "layer" and dot and role.kind == "weight"
         groups.setdefault(layer if is_grouped else name, []).append(name)
     return groups
+
+
+def _separate_padding(groups: Mapping[str, list[str]], roles: Mapping[str, Role]) -> Iterator[tuple[str, list[str]]]:
+    """Give each embedding with a padding row a block of its own: that row must not mix with other tensors."""
+    for name, members in groups.items():
+        alone = [member for member in members if roles[member].has_padding_row]
+        if rest := [member for member in members if member not in alone]:
+            yield name, rest
+        yield from ((member, [member]) for member in alone)
 
 
 def check_disjoint(blocks: Sequence[Block]) -> None:

@@ -1,17 +1,16 @@
-"""The plan: which structure each block gets, what it costs, and why."""
+"""The plan: which structure each block gets, and why some get none."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from egop.basis.display import BlockInfo, format_blocks
+from egop.basis.display import format_blocks
 from egop.basis.partition import Block, match
 from egop.basis.roles import Role
 from egop.basis.structures import Full, Kronecker, Shared, Structure
-from egop.basis.structures.views import matrix_shape
 from egop.formatting import format_bytes, pluralize
 
 StructureChoice = Literal["auto"] | Structure | Mapping[str, Structure]
@@ -29,11 +28,7 @@ WIDTH_LIMIT = 8192
 # this. (In ResNet-34 it is at most 41 thousand; 10 rows of 3072 columns have nearly a million, 10 seconds on a CPU.)
 WORK_LIMIT = 2**20
 
-# The structure of each block and the reason for it.
-_Choice = dict[Block, tuple[Structure, str]]
-
-_FOR_ALL = "the structure for all weights"
-_COLUMNS_ONLY = "columns only: its padding row must not mix with others"
+_TOO_WIDE = "too wide: a basis would take too long"
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,24 +37,15 @@ class Plan:
 
     Attributes:
         chosen: the structures, by block.
-        why: why each structure was chosen, by block name.
         unrotated: why the other weights are left in original coordinates, by block name.
     """
 
     chosen: dict[Block, Structure]
-    why: dict[str, str]
     unrotated: dict[str, str]
 
-    def block_info(self) -> list[BlockInfo]:
-        """Return the rows of the table."""
-        rows = []
-        for block, structure in self.chosen.items():
-            row = BlockInfo.from_change(structure.empty_change(block))
-            rows.append(replace(row, structure=type(structure).__name__, why=self.why.get(block.name, "")))
-        return rows
-
     def __str__(self) -> str:
-        return format_blocks(self.block_info(), self.unrotated)
+        changes = [structure.empty_change(block) for block, structure in self.chosen.items()]
+        return format_blocks(changes, {}, self.unrotated)
 
     def __repr__(self) -> str:
         return f"Plan({pluralize(len(self.chosen), 'block')}, {len(self.unrotated)} not rotated)"
@@ -89,12 +75,10 @@ def make_plan(
     """
     check_structure(structure)
     padded = {name for name, role in roles.items() if role.has_padding_row}
+    if structure == "auto":
+        return _plan_automatically(blocks, roles, memory, padded, candidates)
     unrotated: dict[str, str] = {}
-    if isinstance(structure, Structure):
-        if not all_weights:
-            unrotated = _find_unrotated(blocks, roles, padded, (structure, *candidates))
-        asked = {block: (structure, _FOR_ALL) for block in blocks if block.name not in unrotated}
-    elif isinstance(structure, Mapping):
+    if isinstance(structure, Mapping):
         patterns = {pattern: match([pattern], [block.name for block in blocks], "block") for pattern in structure}
         asked = {}
         for block in blocks:
@@ -102,14 +86,17 @@ def make_plan(
             if pattern is None:
                 unrotated[block.name] = "no pattern matches it"
             else:
-                asked[block] = structure[pattern], f"matches '{pattern}'"
+                asked[block] = structure[pattern]
     else:
-        return _plan_automatically(blocks, roles, memory, padded, candidates)
-    chosen: _Choice = {}
-    for block, (own, reason) in asked.items():
-        chosen |= _split_block(block, own, padded, reason)
+        assert isinstance(structure, Structure)
+        if not all_weights:
+            _, unrotated = _measure(blocks, roles, padded, (structure, *candidates))
+        asked = {block: structure for block in blocks if block.name not in unrotated}
+    chosen: dict[Block, Structure] = {}
+    for block, own in asked.items():
+        chosen |= _split_block(block, own, padded)
     _check_choice(chosen, memory)
-    return _build_plan(chosen, unrotated)
+    return Plan(chosen, unrotated)
 
 
 def check_structure(structure: object) -> None:
@@ -131,39 +118,16 @@ def call_hint(given: object, kind: type) -> str:
     return f" Call it: egop.{given.__name__}()." if isinstance(given, type) and issubclass(given, kind) else ""
 
 
-def _build_plan(chosen: _Choice, unrotated: dict[str, str]) -> Plan:
-    structures = {block: structure for block, (structure, _) in chosen.items()}
-    return Plan(structures, {block.name: reason for block, (_, reason) in chosen.items()}, unrotated)
+def _split_block(block: Block, structure: Structure, padded: Collection[str]) -> dict[Block, Structure]:
+    """Split a block into its tensors if the structure takes one tensor at a time.
 
-
-def _split_block(block: Block, structure: Structure, padded: Collection[str], reason: str) -> _Choice:
-    """Split a block into the blocks that a structure needs.
-
-    An embedding with a padding row gets its own block with ``Shared()`` if the structure would mix its rows.
+    An embedding with a padding row gets ``Shared()`` if the structure would mix its rows.
     """
-    pieces: _Choice = {}
+    pieces: dict[Block, Structure] = {}
     for piece in [block] if structure.joint or len(block.shapes) == 1 else block.per_tensor():
-        with_padding = [name for name in piece.parameters if name in padded]
-        if not with_padding or structure.empty_change(piece).is_rowwise:
-            pieces[piece] = structure, reason
-            continue
-        rest, embeddings = piece.split_off(with_padding)
-        pieces |= dict.fromkeys(rest, (structure, reason)) | dict.fromkeys(embeddings, (Shared(), _COLUMNS_ONLY))
+        has_padding = any(name in padded for name in piece.parameters)
+        pieces[piece] = Shared() if has_padding and not structure.empty_change(piece).is_rowwise else structure
     return pieces
-
-
-def _find_unrotated(
-    blocks: Sequence[Block], roles: Mapping[str, Role], padded: Collection[str], candidates: Sequence[Structure]
-) -> dict[str, str]:
-    """Return why ``"auto"`` leaves blocks out regardless of memory: their role or their width."""
-    unrotated: dict[str, str] = {}
-    for block in blocks:
-        reasons = [roles[name].skip_reason for name in block.parameters]
-        if all(reasons):
-            unrotated[block.name] = reasons[0]
-        elif not _measure(block, padded, candidates):
-            unrotated[block.name] = _explain_width(block)
-    return unrotated
 
 
 def _plan_automatically(
@@ -173,10 +137,9 @@ def _plan_automatically(
     padded: Collection[str],
     candidates: Sequence[Structure],
 ) -> Plan:
-    unrotated = _find_unrotated(blocks, roles, padded, candidates)
-    sizes = {block: _measure(block, padded, candidates) for block in blocks if block.name not in unrotated}
+    sizes, unrotated = _measure(blocks, roles, padded, candidates)
     # Give as many blocks as possible their leanest structure, then upgrade while there is memory.
-    leanest = {block: list(sizes[block].values())[-1] for block in sizes}
+    leanest = {block: list(options.values())[-1] for block, options in sizes.items()}
     fitting = []
     for block, needed in sorted(leanest.items(), key=lambda item: item[1]):
         if needed <= memory:
@@ -189,29 +152,47 @@ def _plan_automatically(
                 f"No basis fits into memory={format_bytes(memory)}: the smallest, of block '{block.name}', takes "
                 f"{format_bytes(needed)}. Raise memory=."
             )
-    chosen: _Choice = {}
+    best = {}
     for block in fitting:
         memory += leanest[block]
-        richest, best = next(iter(sizes[block])), next(own for own, size in sizes[block].items() if size <= memory)
-        memory -= sizes[block][best]
-        chosen |= _split_block(block, best, padded, _explain_choice(best, richest))
-    order = {name: index for index, name in enumerate(name for block in blocks for name in block.parameters)}
-    return _build_plan(dict(sorted(chosen.items(), key=lambda item: order[item[0].parameters[0]])), unrotated)
+        best[block] = next(structure for structure, size in sizes[block].items() if size <= memory)
+        memory -= sizes[block][best[block]]
+    chosen: dict[Block, Structure] = {}
+    for block in blocks:
+        chosen |= _split_block(block, best[block], padded) if block in best else {}
+    return Plan(chosen, unrotated)
 
 
-def _measure(block: Block, padded: Collection[str], candidates: Sequence[Structure]) -> dict[Structure, int]:
+def _measure(
+    blocks: Sequence[Block], roles: Mapping[str, Role], padded: Collection[str], candidates: Sequence[Structure]
+) -> tuple[dict[Block, dict[Structure, int]], dict[str, str]]:
+    """Return the bytes that each candidate takes for each block, and why other blocks are left out."""
+    sizes: dict[Block, dict[Structure, int]] = {}
+    unrotated: dict[str, str] = {}
+    for block in blocks:
+        reasons = [roles[name].skip_reason for name in block.parameters]
+        if all(reasons):
+            unrotated[block.name] = reasons[0]
+        elif options := _measure_candidates(block, padded, candidates):
+            sizes[block] = options
+        else:
+            unrotated[block.name] = _TOO_WIDE
+    return sizes, unrotated
+
+
+def _measure_candidates(block: Block, padded: Collection[str], candidates: Sequence[Structure]) -> dict[Structure, int]:
     """Return the bytes that each candidate takes for a block, without those that do not apply or exceed a limit."""
     sizes: dict[Structure, int] = {}
     for structure in candidates:
+        pieces = _split_block(block, structure, padded)
         try:
-            pieces = [(piece, own) for piece, (own, _) in _split_block(block, structure, padded, "").items()]
-            for piece, own in pieces:
+            for piece, own in pieces.items():
                 own.check(piece)
         except ValueError:
             continue
         is_full = isinstance(structure, Full)
-        if block.size <= FULL_LIMIT if is_full else not any(_is_too_costly(own, piece) for piece, own in pieces):
-            sizes[structure] = sum(own.cost(piece).bytes for piece, own in pieces)
+        if block.size <= FULL_LIMIT if is_full else not any(_is_too_costly(own, each) for each, own in pieces.items()):
+            sizes[structure] = sum(own.cost(piece).bytes for piece, own in pieces.items())
     if Shared() in sizes and any(max(Shared().basis_shapes(piece)["basis"]) > 1 for piece in block.per_tensor()):
         sizes.pop(Full(), None)  # rows of more than one entry can share a basis
     return sizes
@@ -223,32 +204,15 @@ def _is_too_costly(structure: Structure, block: Block) -> bool:
     return any(min(shape[-2:]) > WIDTH_LIMIT for shape in shapes) or work > WORK_LIMIT * block.size
 
 
-def _explain_width(block: Block) -> str:
-    sides = [side for part in block.per_tensor() if len(part.shapes[0]) > 1 for side in matrix_shape(part)]
-    if sides and max(sides) <= WIDTH_LIMIT:
-        return f"more than {FULL_LIMIT} entries, and too wide for so few of them: a basis would take too long"
-    return f"more than {FULL_LIMIT} entries, and wider than {WIDTH_LIMIT}"
-
-
-def _explain_choice(structure: Structure, richest: Structure) -> str:
-    if isinstance(structure, Full):
-        return f"no rows to share a basis; at most {FULL_LIMIT} entries"
-    if structure != richest:
-        return "the richest that fits the memory"
-    return "rows share a basis" if isinstance(structure, Shared) else "the richest that applies"
-
-
-def _check_choice(chosen: _Choice, memory: int) -> None:
+def _check_choice(chosen: Mapping[Block, Structure], memory: int) -> None:
     """Raise ValueError if a structure does not fit its block, MemoryError if all bases together need too much."""
-    for block, (structure, _) in chosen.items():
+    for block, structure in chosen.items():
         structure.check(block)
-    costs = {block: structure.cost(block).bytes for block, (structure, _) in chosen.items()}
-    if sum(costs.values()) <= memory:
-        return
-    block = max(costs, key=lambda candidate: costs[candidate])
-    shapes = " and ".join(" x ".join(map(str, shape)) for shape in chosen[block][0].basis_shapes(block).values())
-    problem = f"Block '{block.name}' needs a {shapes} basis ({format_bytes(costs[block])})"
-    if costs[block] <= memory:
-        problem = f"All bases together need {format_bytes(sum(costs.values()))}; the largest is: {problem}"
-    advice = "Raise memory=, choose a smaller structure such as egop.Shared() or egop.Auxiliary(rank=...)"
-    raise MemoryError(f"{problem}, more than memory={format_bytes(memory)}. {advice}, or leave the block out.")
+    costs = {block: structure.cost(block).bytes for block, structure in chosen.items()}
+    if sum(costs.values()) > memory:
+        largest = max(costs, key=lambda block: costs[block])
+        raise MemoryError(
+            f"The bases need {format_bytes(sum(costs.values()))}, more than memory={format_bytes(memory)}. The "
+            f"largest, of block '{largest.name}', takes {format_bytes(costs[largest])}. Raise memory=, choose a "
+            "smaller structure such as egop.Shared() or egop.Auxiliary(rank=...), or leave the block out."
+        )

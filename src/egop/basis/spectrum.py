@@ -13,8 +13,6 @@ from egop.plots import plot_spectra
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# By default, the leading directions are those that hold this fraction of the trace.
-_LEADING = 0.9
 # A spectrum is supported by its draws if at least this fraction of it is not chance.
 _SUPPORTED = 0.5
 
@@ -35,11 +33,8 @@ class Spectrum:
         >>> loss = lambda theta: (torch.tensor([1.0, 0.1, 0.01]) * theta.square()).sum()
         >>> objective = egop.Objective.from_function(loss, {"theta": torch.zeros(3)})
         >>> basis = egop.estimate(objective, rho=egop.Gaussian(), samples=1000, progress=False)
-        >>> spectrum = basis.spectrum["theta"]
-        >>> round(spectrum.stable_rank, 1), spectrum.effective_dimension(0.9)
-        (1.1, 1)
-        >>> spectrum
-        Spectrum(3 eigenvalues, stable rank 1.1, 90 % in 1, 1000 draws)
+        >>> basis.spectrum["theta"]
+        Spectrum(3 eigenvalues, stable rank 1.1, 1000 draws)
     """
 
     eigenvalues: Tensor
@@ -64,26 +59,13 @@ class Spectrum:
         roots = self.eigenvalues.sqrt()
         return float(roots.sum() / roots[0]) if roots[0] > 0 else 0.0
 
-    def effective_dimension(self, fraction: float = _LEADING) -> int:
-        """Return the smallest k whose leading eigenvalues hold this fraction of the trace (0 without gradients).
-
-        If only leading eigenvalues are known, their sum counts as the trace.
-        """
-        if not 0 < fraction <= 1:
-            raise ValueError(f"Invalid fraction value: {fraction!r}. Must be above 0 and at most 1.")
-        held = self.eigenvalues.double().cumsum(0)
-        if not held[-1] > 0:
-            return 0
-        # The tolerance keeps rounding in the sums from adding a direction.
-        return int((held < fraction * held[-1] * (1 - 1e-12)).sum()) + 1
-
     def __repr__(self) -> str:
         few = "" if self.is_supported else ": too few, the stable rank is a lower bound"
         return (
             f"Spectrum({pluralize(len(self.eigenvalues), 'eigenvalue')}, stable rank {self.stable_rank:.1f}, "
-            f"{100 * _LEADING:.0f} % in {self.effective_dimension()}, {pluralize(self.samples, 'draw')}{few})"
+            f"{pluralize(self.samples, 'draw')}{few})"
         )
 
     def plot(self) -> Figure:
         """Plot the eigenvalues relative to the largest one."""
-        return plot_spectra({"spectrum": self.eigenvalues.tolist()})
+        return plot_spectra({"spectrum": self.eigenvalues})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from egop.basis import Basis
 from egop.diagnose.race import Candidate, Comparison, Race, run_race
 from egop.diagnose.rates import SCHEDULE
-from egop.estimation import Gaussian, Objective, estimate
+from egop.estimation import Objective
 from egop.formatting import format_table
 from egop.optimizer import ReparameterizedOptimizer
 from egop.plots import create_axes
@@ -26,9 +24,6 @@ if TYPE_CHECKING:
 
 # A candidate is advised if it reaches the same loss in at most this fraction of AdamW's time.
 WORTH = 0.95
-# A spectrum is steep if the paper's ratio, stable rank / (dimension x density of the first eigenvector), is below this.
-STEEP = 0.9
-
 ADAMW = "AdamW"
 _HEADER = ("candidate", "learning rate", "loss", "steps", "step time", "time")
 
@@ -40,7 +35,6 @@ class Diagnosis:
     Attributes:
         candidates: the candidates, AdamW first.
         race: the runs that the answer is based on.
-        basis: the fixed basis that took part, if one was asked for.
 
     Example:
         >>> objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": torch.ones(8)})
@@ -51,7 +45,6 @@ class Diagnosis:
 
     candidates: tuple[Candidate, ...]
     race: Race
-    basis: Basis | None = None
 
     @property
     def advised(self) -> str:
@@ -100,11 +93,11 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """The answer in four lines, five if a fixed basis took part."""
+        """The answer in four lines."""
         advice = "Keep AdamW" if self.advised == ADAMW else f"Use {self.advised}"
         second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
         rates = f"Learning rate: try {self.lr:g}{second} ({SCHEDULE})."
-        return "\n".join([f"{advice}: {self.code}", rates, self._gain(), self._certainty(), *self._steepness()])
+        return "\n".join([f"{advice}: {self.code}", rates, self._gain(), self._certainty()])
 
     @property
     def code(self) -> str:
@@ -129,21 +122,6 @@ class Diagnosis:
             return f"Uncertain: {'; '.join(self.doubts)}."
         seeds = len(self.race.seeds)
         return f"Sure: both stages of the race{f' and {seeds} seeds' if seeds > 1 else ''} agree."
-
-    def _steepness(self) -> list[str]:
-        """Say whether the spectra are steep enough for a fixed basis."""
-        if self.basis is None:
-            return []
-        spectra = list(self.basis.spectrum.values())
-        ratios = [each.stable_rank / (len(each.eigenvalues) * float(each.density[0])) for each in spectra]
-        if not ratios:
-            return ["Spectrum: no weight has one, so a fixed basis changes nothing."]
-        steep = sum(ratio < STEEP for ratio in ratios)
-        enough = "steep enough" if 2 * steep > len(ratios) else "not steep enough"
-        few = [each for each in spectra if not each.is_supported]
-        drawn = f" (too few draws to be sure for {len(few)} of them)" if few else ""
-        ratio = f"Stable rank / (dimension x density) is below {STEEP} for {steep} of {len(ratios)} weights"
-        return [f"Spectrum: {enough} for a fixed basis. {ratio}, median {statistics.median(ratios):.2f}{drawn}."]
 
     def _rows(self) -> list[list[str]]:
         rows = []
@@ -187,7 +165,6 @@ def diagnose(
     steps: int | None = None,
     budget: float = 150.0,
     seeds: Sequence[int] = (0, 1),
-    fixed: bool = False,
     progress: bool = True,
 ) -> Diagnosis:
     """Race AdamW against egop's optimizers on copies of the model and say which one to use.
@@ -205,8 +182,6 @@ def diagnose(
         steps: number of steps of the planned training. If unknown, runs take 60 steps, then 150.
         budget: time limit of the race in seconds; runs are shortened to fit.
         seeds: seeds of the batches and of dropout. The first one decides; the others repeat the deciding comparison.
-        fixed: also race AdamW in a fixed basis, the paper's method, which is estimated first (see
-            :func:`egop.estimate`; this time is not part of the budget).
         progress: print the expected time and show a progress bar.
 
     Raises:
@@ -223,17 +198,8 @@ def diagnose(
         >>> sorted(diagnosis.comparisons)
         ['AdamW', 'AdamW with Online', 'EGOP', 'EGOP without rotation']
     """
-    candidates = list(CANDIDATES)
-    basis = None
-    if fixed:
-        rho = Gaussian() if isinstance(objective, Objective) and objective.module is None else None
-        basis = estimate(objective, rho=rho, progress=progress)
-        build = partial(ReparameterizedOptimizer, optimizer_class=torch.optim.AdamW, basis=basis, lr=1e-3)
-        code = "egop.ReparameterizedOptimizer(model, torch.optim.AdamW, egop.estimate(objective), lr={lr})"
-        candidates.append(Candidate("AdamW in a fixed basis", build, code))
-    race = run_race(objective, candidates, steps=steps, budget=budget, seeds=seeds, keep=2, progress=progress)
-    took_part = tuple(each for each in candidates if race.runs[0].get(each.name))
-    return Diagnosis(took_part, race, basis)
+    race = run_race(objective, CANDIDATES, steps=steps, budget=budget, seeds=seeds, keep=2, progress=progress)
+    return Diagnosis(tuple(each for each in CANDIDATES if race.runs[0].get(each.name)), race)
 
 
 CANDIDATES = (

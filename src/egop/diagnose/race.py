@@ -184,7 +184,6 @@ class _Racer:
     keep: int
     progress: bool
     step_seconds: dict[str, float] = field(default_factory=dict)
-    dropped: list[str] = field(default_factory=list)  # candidates that the budget has no time for
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
@@ -211,8 +210,6 @@ class _Racer:
             race.ended = f"the budget of {self.budget:g} s was used up"
         finally:
             self.bar.close()
-        if self.dropped and not race.ended:
-            race.ended = f"the budget of {self.budget:g} s was too small for {', '.join(self.dropped)}"
         return race
 
     def _has_result(self) -> bool:
@@ -261,8 +258,8 @@ class _Racer:
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
         self.candidates.remove(candidate)
-        self.dropped.append(candidate.name)
         self.race.left_out[candidate.name] = f"{reason}, too long for this budget"
+        self.race.ended = f"the budget of {self.budget:g} s was too small for {candidate.name}"
 
     def _find_obstacle(self, candidate: Candidate) -> str:
         """Return why a candidate cannot take part; empty if it can."""

@@ -60,19 +60,16 @@ class FoundRates:
 
     def __str__(self) -> str:
         race, tried = self.race, self.tried
-        second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
-        length = f"a training of {race.planned:,} steps" if race.planned else "a short training"
-        runs = f"{pluralize(len(tried), 'rate')} from {min(tried):g} to {max(tried):g}, {race.lengths[0]} steps each"
-        words = [f"Try lr {self.lr:g}{second} ({SCHEDULE}).", f"Raced for {length}: {runs}."]
         best = race.ranked(next(iter(race.runs[0])))[0]
-        if race.planned:
-            words.append(f"{best.lr:g} was best in {best.steps} steps; longer trainings want smaller rates.")
-        else:
-            words.append(f"The rates hold for {best.steps} steps; longer trainings want smaller ones (steps=).")
+        second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
+        tested = f"Raced {pluralize(len(tried), 'rate')} from {min(tried):g} to {max(tried):g}"
+        words = [
+            f"Try lr {self.lr:g}{second} ({SCHEDULE}).",
+            f"{tested}; {best.lr:g} was best in {best.steps} steps.",
+            f"Longer trainings want smaller rates{'' if race.planned else ' (steps=)'}.",
+        ]
         if best.lr in (min(tried), max(tried)) and len(tried) > 1:
             words.append(f"{best.lr:g} is at the edge of what was tried, so another rate may be better (rates=).")
-        if diverged := [rate for rate, loss in tried.items() if math.isinf(loss)]:
-            words.append(f"Diverged at {', '.join(f'{rate:g}' for rate in diverged)}.")
         if race.ended:
             words.append(f"The race is incomplete: {race.ended}.")
         return " ".join(words)

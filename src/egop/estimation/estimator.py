@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Mapping
 from contextlib import closing
@@ -147,8 +146,8 @@ def estimate_plan(
         return draws > 0 and _accumulate(accumulators, objective, rho, draws, generator, sampling, progress)
 
     with objective.synchronize():
-        has_gradient = processes.run_collectively(accumulate)
-    if draws and not any(processes.gather_results(lambda: has_gradient)):
+        has_gradient = any(processes.gather_results(accumulate))
+    if draws and not has_gradient:
         names = [f"'{name}'" for block in plan.chosen for name in block.parameters]
         raise NoGradientError(
             f"The gradient of {list_first(names, _MAX_LISTED)} is exactly zero at "
@@ -156,10 +155,8 @@ def estimate_plan(
             "it is given, not another one, and does not detach. If a layer after them starts at zero, sample where it "
             "does not: rho=egop.Recentered(scale) once it has been trained, or egop.Gaussian(scale)."
         )
-    # Each block is decomposed by one process, so that all have about the same amount of work.
-    shapes = [structure.basis_shapes(block).values() for block, structure in plan.chosen.items()]
-    work = [sum(math.prod(shape) * shape[-1] for shape in each) for each in shapes]
-    owners = dict(zip(plan.chosen, processes.assign_owners(work), strict=True))
+    # Each block is decomposed by one process.
+    owners = {block: index % processes.world_size() for index, block in enumerate(plan.chosen)}
     devices = {block: objective.parameters[block.parameters[0]].device for block in plan.chosen}
     own = _merge_accumulators(accumulators, plan, owners, devices)
     # Each accumulator is dropped once it is finished, to free its memory.

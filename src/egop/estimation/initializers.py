@@ -43,54 +43,32 @@ def draw_initializations(
     """
     seeds = torch.randint(2**62, (count,), generator=generator, device=generator.device).tolist()
     with objective.preserve():
-        return stack_points([_initialize(objective, initializer, seed, objective.current) for seed in seeds])
+        return stack_points([_initialize(objective, initializer, seed) for seed in seeds])
 
 
 @torch.no_grad()
-def log_mismatches(objective: Objective, initializer: Initializer) -> None:
-    """Log which parameters the initializer leaves unchanged, and which it draws at another scale."""
+def warn_of_scale(objective: Objective, initializer: Initializer) -> None:
+    """Log which weights the initializer draws at another scale, once per objective: it may be sampled many times."""
+    if objective.has_warned_of_scale:
+        return
     with objective.preserve():
-        current = objective.current
-        # Initialize from two starting points: a parameter that keeps both values is not written, while one that was
-        # built with constants (zeros, ones) is.
-        other = {name: 2 * value + 1 for name, value in current.items()}
-        drawn, drawn_from_other = (_initialize(objective, initializer, 0, start) for start in (current, other))
-    unchanged = [
-        repr(name)
-        for name in current
-        if torch.equal(drawn[name], current[name]) and torch.equal(drawn_from_other[name], other[name])
-    ]
-    if unchanged:
-        _log_once(
-            objective,
-            f"egop.Initialization() leaves {list_first(unchanged, _MAX_LISTED)} unchanged: nothing in the model "
-            "initializes them. Pass init_fn=... to draw them too.",
-        )
-    if rescaled := _find_scale_changes(drawn, current):
-        _log_once(
-            objective,
-            "egop.Initialization() draws weights at another scale than the model has: "
-            f"{list_first(rescaled, _MAX_LISTED)} (root mean squares). If they are pretrained or trained, sample "
-            "around them: rho=egop.Recentered(scale). If the model was initialized in another way, pass it: "
-            "rho=egop.Initialization(init_fn=...).",
+        changes = _find_scale_changes(_initialize(objective, initializer, 0), objective.current)
+    objective.has_warned_of_scale = bool(changes)
+    if changes and processes.rank() == 0:
+        logger.warning(
+            "egop.Initialization() draws weights at another scale than the model has: %s (root mean squares). If they "
+            "are pretrained or trained, sample around them: rho=egop.Recentered(scale). If the model was initialized "
+            "in another way, pass it: rho=egop.Initialization(init_fn=...).",
+            list_first(changes, _MAX_LISTED),
         )
 
 
-def _initialize(
-    objective: Objective, initializer: Initializer, seed: int, start: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def _initialize(objective: Objective, initializer: Initializer, seed: int) -> dict[str, Tensor]:
     assert objective.module is not None, "check() was not called"
-    objective.write(start)  # parameters without an initializer keep their current values
+    objective.write(objective.current)  # parameters without an initializer keep their current values
     seed_everything(seed)
     initializer(objective.module)
     return {name: parameter.detach().clone() for name, parameter in objective.parameters.items()}
-
-
-def _log_once(objective: Objective, message: str) -> None:
-    """Log a message once per objective, which may be sampled many times."""
-    if message not in objective.logged and processes.rank() == 0:
-        logger.warning("%s", message)
-    objective.logged.add(message)
 
 
 def find_initializer(module: nn.Module) -> Initializer | None:

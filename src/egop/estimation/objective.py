@@ -54,7 +54,7 @@ class Objective:
         self._model = _unwrap(model)
         self._loss_fn, self._batches = loss_fn, batches
         self._caller = _Caller(self._model)
-        self.logged: set[str] = set()  # messages that are not logged again
+        self.has_warned_of_scale = False  # by egop.Initialization
         self._tensors: dict[str, Tensor] | None = None  # the tensors of a function, which are never written
         # While sampling: the module's own parameters, and their values before sampling.
         self._sampled: dict[str, Tensor] | None = None
@@ -226,8 +226,9 @@ class Objective:
         with contextlib.ExitStack() as stack:
             if processes.world_size() > 1:
                 processes.run_collectively(lambda: stack.enter_context(self.preserve()))
-                for tensor in [*self._model.parameters(), *self._model.buffers()]:
-                    processes.broadcast(tensor.detach(), 0)
+                own = [tensor.detach() for tensor in (*self._model.parameters(), *self._model.buffers())]
+                for tensor, first in zip(own, processes.broadcast_object(own, 0, self.device), strict=True):
+                    tensor.copy_(first)
                 self._current = {name: tensor.detach().clone() for name, tensor in self.parameters.items()}
             yield
 

@@ -6,12 +6,11 @@ Without a process group, or with a single process, everything here works without
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 T = TypeVar("T")
 
@@ -71,26 +70,6 @@ def run_collectively(action: Callable[[], T]) -> T:
     return results[0]
 
 
-def assign_owners(costs: Sequence[float]) -> list[int]:
-    """Assign pieces of work to processes: the largest first, each to the process with the least work so far."""
-    loads = [0.0] * world_size()
-    owners = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        owners[index] = loads.index(min(loads))
-        loads[owners[index]] += costs[index]
-    return owners
-
-
-def broadcast(tensor: Tensor, owner: int) -> None:
-    """Copy the owner's values of a tensor to all processes."""
-    if world_size() > 1 and tensor.numel():
-        wire = _to_wire(tensor)
-        dist.broadcast(wire.view(-1).view(torch.uint8), owner)  # as bytes: no backend supports all dtypes
-        if wire.data_ptr() != tensor.data_ptr():
-            with torch.no_grad():
-                tensor.copy_(wire)
-
-
 def broadcast_object(value: T, sender: int, device: torch.device) -> T:
     """Return the sender's value in all processes. All processes must call this.
 
@@ -101,32 +80,19 @@ def broadcast_object(value: T, sender: int, device: torch.device) -> T:
     """
     if world_size() == 1:
         return value
-    packed = run_collectively(lambda: _pack(value) if rank() == sender else torch.empty(0, device="cpu"))
-    size = gather_results(packed.numel)[sender]
-    if rank() != sender:
-        packed = packed.new_empty(size, dtype=torch.uint8)
-    broadcast(packed, sender)
-    return run_collectively(lambda: value if rank() == sender else _unpack(packed, device))
+    packed = [run_collectively(lambda: _pack(value) if rank() == sender else b"")]
+    dist.broadcast_object_list(packed, sender)
+    return run_collectively(lambda: value if rank() == sender else _unpack(packed[0], device))
 
 
-def _pack(value: Any) -> Tensor:
+def _pack(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    return buffer.getvalue()
 
 
-def _unpack(packed: Tensor, device: torch.device) -> Any:
+def _unpack(packed: bytes, device: torch.device) -> Any:
     def place(storage: Any, location: str) -> Any:
         return storage if location == "cpu" else storage.to(device=device)
 
-    return torch.load(io.BytesIO(packed.numpy().data), map_location=place, weights_only=False)
-
-
-def _to_wire(tensor: Tensor) -> Tensor:
-    """Return the tensor on a device that the backend can send from; a copy only if needed."""
-    backend, device = dist.get_backend(), tensor.device
-    if backend == "gloo":
-        device = torch.device("cpu")
-    elif backend == "nccl" and device.type != "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    return tensor.detach().to(device).contiguous()
+    return torch.load(io.BytesIO(packed), map_location=place, weights_only=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from egop.estimation.initializers import draw_initializations, find_initializer, log_mismatches, stack_points
+from egop.estimation.initializers import draw_initializations, find_initializer, stack_points, warn_of_scale
 from egop.estimation.objective import Objective, sampling_lock
 from egop.numerics import check_nonnegative
 
@@ -127,8 +127,8 @@ class Initialization(_BatchedDistribution):
         init_fn: ``init_fn(model)`` initializes the model in place with torch's global random state (which is seeded for
             each draw and restored afterwards). By default the model's own initializers are called: every layer's
             ``reset_parameters()``, then what its author wrote, such as ``_init_weights`` in transformers. Parameters
-            that none of them writes keep their values; a log line names these, and those drawn at a different scale
-            than the model's.
+            that none of them writes keep their values. A log line names weights drawn at a different scale than the
+            model's.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -146,7 +146,7 @@ class Initialization(_BatchedDistribution):
                 "Use rho=egop.Gaussian(scale) or egop.Ball(radius)."
             )
         if self.init_fn is None:
-            log_mismatches(objective, self._find_initializer(objective))
+            warn_of_scale(objective, self._find_initializer(objective))
 
     def draw_many(self, objective: Objective, generator: torch.Generator, count: int) -> dict[str, Tensor]:
         return draw_initializations(objective, self._find_initializer(objective), generator, count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +18,9 @@ def parametrize(model: nn.Module, basis: Basis) -> nn.Module:
     optimizer on f∘V. Every use of a weight decodes it. :class:`egop.ReparameterizedOptimizer` takes the same steps
     without changing the model.
 
-    The coordinates of a block of several tensors belong to its first tensor.
-
     Args:
         model: the module.
-        basis: a basis with blocks of this model.
+        basis: a basis with blocks of this model, each of one tensor.
 
     Returns:
         The same model.
@@ -42,25 +39,28 @@ def parametrize(model: nn.Module, basis: Basis) -> nn.Module:
         for prefix, part in model.named_modules()
         for name, _ in part.named_parameters(recurse=False)
     }
-    decoded: list[tuple[nn.Module, str, _DecodedTensor]] = []
+    decoded = []
     for name, change in basis.items():
-        for key in change.block.parameters:
-            if key not in places:
-                raise ValueError(
-                    f"Block '{name}' of the basis needs a parameter '{key}', which the model does not have. "
-                    f"It has: {', '.join(places)}."
-                )
-            parameter = getattr(*places[key])
-            if tied := [other for other, place in places.items() if other != key and getattr(*place) is parameter]:
-                raise ValueError(
-                    f"Parameter '{key}' is tied to {', '.join(map(repr, tied))}, and a parametrization would untie "
-                    "them. Use egop.ReparameterizedOptimizer, which does not change the model."
-                )
-        decoded += _decode_block(change, [places[key] for key in change.block.parameters])
+        key, *others = change.block.parameters
+        if others:
+            raise ValueError(
+                f"Block '{name}' has {len(others) + 1} tensors, and a parametrization belongs to one. Estimate the "
+                "basis with partition='parameter', or use egop.ReparameterizedOptimizer."
+            )
+        if key not in places:
+            raise ValueError(
+                f"Block '{name}' of the basis needs a parameter '{key}', which the model does not have. "
+                f"It has: {', '.join(places)}."
+            )
+        parameter = getattr(*places[key])
+        if tied := [other for other, place in places.items() if other != key and getattr(*place) is parameter]:
+            raise ValueError(
+                f"Parameter '{key}' is tied to {', '.join(map(repr, tied))}, and a parametrization would untie "
+                "them. Use egop.ReparameterizedOptimizer, which does not change the model."
+            )
+        decoded.append((*places[key], _DecodedTensor(change, parameter.detach())))
     for part, name, tensor in decoded:  # only now, so that a basis that does not fit changes nothing
         torch_parametrize.register_parametrization(part, name, tensor, unsafe=True)
-        if tensor.index == 0:
-            tensor.home.append(cast(nn.ModuleDict, part.parametrizations)[name])
     return model
 
 
@@ -80,16 +80,12 @@ def merge(model: nn.Module) -> nn.Module:
         >>> sorted(name for name, _ in egop.extras.merge(model).named_parameters())
         ['bias', 'weight']
     """
-    places = [
-        (part, name)
-        for part in model.modules()
-        for name, entries in getattr(part, "parametrizations", {}).items()
-        if isinstance(entries[0], _DecodedTensor)
-    ]
-    values = [getattr(part, name).detach().clone() for part, name in places]  # decode all before removing any
-    for (part, name), value in zip(places, values, strict=True):
-        torch_parametrize.remove_parametrizations(part, name, leave_parametrized=True)
-        setattr(part, name, nn.Parameter(value))
+    for part in list(model.modules()):
+        for name, entries in list(getattr(part, "parametrizations", {}).items()):
+            if isinstance(entries[0], _DecodedTensor):
+                value = getattr(part, name).detach().clone()
+                torch_parametrize.remove_parametrizations(part, name, leave_parametrized=True)
+                setattr(part, name, nn.Parameter(value))
     return model
 
 
@@ -140,59 +136,26 @@ def rotate_inputs(model: nn.Module, basis: Basis, *inputs: Tensor, inverse: bool
     return rotated
 
 
-def _decode_block(
-    change: ChangeOfBasis, places: Sequence[tuple[nn.Module, str]]
-) -> list[tuple[nn.Module, str, _DecodedTensor]]:
-    """Return the parametrization of each tensor of a block."""
-    tensors = [getattr(part, name).detach() for part, name in places]
-    exact = [tensor.to(change.block.dtype) for tensor in tensors]
-    change = change.to(tensors[0].device, change.block.dtype)
-    coordinates = change.encode(exact)
-    rest: Sequence[Tensor | None] = [None] * len(places)
-    if not change.is_complete and change.settings["keep_rest"]:
-        rest = [whole - part for whole, part in zip(exact, change.decode(coordinates), strict=True)]
-    home: _Home = []
-    return [
-        (part, name, _DecodedTensor(change, index, () if index else coordinates, rest[index], tensor.dtype, home))
-        for index, ((part, name), tensor) in enumerate(zip(places, tensors, strict=True))
-    ]
-
-
-# The parametrization that holds a block's coordinates: the first tensor's. In a list, because a module in an attribute
-# would become a submodule, and its parameters would be counted once for every tensor of the block.
-_Home = list[nn.Module]
-
-
 class _DecodedTensor(nn.Module):
-    """One tensor of a block, decoded from the coordinates that belong to the block's first tensor."""
-
-    def __init__(
-        self,
-        change: ChangeOfBasis,
-        index: int,
-        coordinates: Sequence[Tensor],
-        rest: Tensor | None,
-        dtype: torch.dtype,
-        home: _Home,
-    ) -> None:
-        super().__init__()
-        self.change, self.index, self.dtype, self.home = change, index, dtype, home
-        self._coordinates = coordinates
-        # Buffers move with the model. They are not saved, because the basis has a file of its own.
-        self.register_buffer("rest", rest, persistent=False)
-        for name, tensor in change.tensors.items():
-            self.register_buffer(f"basis_{name}", tensor, persistent=False)
+    """A weight that is decoded from its coordinates."""
 
     rest: Tensor | None
 
+    def __init__(self, change: ChangeOfBasis, tensor: Tensor) -> None:
+        super().__init__()
+        self.change, self.dtype = change.to(tensor.device, change.block.dtype), tensor.dtype
+        exact = tensor.to(change.block.dtype)
+        (decoded,) = self.change.decode(self.change.encode(exact))
+        # Buffers move with the model. They are not saved, because the basis has a file of its own.
+        has_rest = not change.is_complete and change.settings["keep_rest"]
+        self.register_buffer("rest", exact - decoded if has_rest else None, persistent=False)
+        for name, basis in self.change.tensors.items():
+            self.register_buffer(f"basis_{name}", basis, persistent=False)
+
     def forward(self, *coordinates: Tensor) -> Tensor:
-        if self.index > 0:
-            (home,) = self.home
-            coordinates = tuple(getattr(home, f"original{i}") for i in range(len(self.change.coordinate_shapes())))
         change = self.change.with_tensors({name: getattr(self, f"basis_{name}") for name in self.change.tensors})
-        decoded = change.decode(coordinates)[self.index]
+        (decoded,) = change.decode(coordinates)
         return (decoded if self.rest is None else decoded + self.rest).to(self.dtype)
 
     def right_inverse(self, tensor: Tensor) -> Sequence[Tensor]:
-        coordinates, self._coordinates = self._coordinates, ()
-        return tuple(coordinate.clone() for coordinate in coordinates)
+        return tuple(coordinates.clone() for coordinates in self.change.encode(tensor.to(self.change.block.dtype)))

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Widths above which the method that is faster for narrow matrices becomes slower, measured on an H200
-# (lab/notes/performance-history.md).
+# Widths above which the method that is faster for narrow matrices becomes slower, measured on an H200.
 _WIDE = 1024  # for a batched Cholesky decomposition
 _VERY_WIDE = 3072  # for the inverse of a triangle
 

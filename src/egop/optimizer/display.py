@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from egop.basis import BlockInfo, Plan, format_blocks
+from egop.basis import Plan, format_blocks
 from egop.formatting import pluralize
 from egop.optimizer.engine import Engine
 
@@ -27,9 +27,7 @@ def format_line(name: str, engine: Engine) -> str:
 
 def format_text(name: str, engine: Engine) -> str:
     """Return several lines: the inner optimizers, the refresh, the groups and a table of the blocks."""
-    blocks, unrotated, note = _list_blocks(engine)
-    table = [format_blocks(blocks, unrotated)] if blocks or unrotated else []
-    return "\n".join([format_line(name, engine), *_list_facts(engine), *([note] if note else []), *table])
+    return "\n".join([format_line(name, engine), *_list_facts(engine), *_format_table(engine)])
 
 
 def _list_facts(engine: Engine) -> Iterator[str]:
@@ -57,28 +55,27 @@ def _list_facts(engine: Engine) -> Iterator[str]:
         yield f"group {index}: {pluralize(len(group['params']), 'tensor')}, {', '.join(settings)}"
 
 
-def _list_blocks(engine: Engine) -> tuple[list[BlockInfo], Mapping[str, str], str]:
-    """Return a row for each block, the reasons why weights have none, and a note if the blocks are only planned."""
+def _format_table(engine: Engine) -> list[str]:
+    """Return the table of the blocks, with a note if they are only planned; nothing without weights."""
     if not engine.blocks and engine.refresher is not None and engine.refresher.steps == 0:
         try:
             plan = engine.refresher.plan(engine)
         except (MemoryError, ValueError) as error:
-            return [], {}, f"the first step will fail: {error}"
+            return [f"the first step will fail: {error}"]
         if plan is not None:
-            return plan.block_info(), plan.unrotated, "planned for the first step:"
-    rows = [BlockInfo.from_change(block.whole_change(), block.spectrum) for block in engine.blocks]
-    return rows, engine.unrotated, ""
+            return ["planned for the first step:", *([str(plan)] if plan.chosen or plan.unrotated else [])]
+    spectra = {block.name: block.spectrum for block in engine.blocks if block.spectrum is not None}
+    changes = [block.whole_change() for block in engine.blocks]
+    return [format_blocks(changes, spectra, engine.unrotated)] if changes or engine.unrotated else []
 
 
 def make_plan(engine: Engine) -> Plan:
-    """Return the current blocks (or those after the first step), their structures and the reasons."""
+    """Return the current blocks (or those after the first step) and their structures."""
+    if engine.blocks:
+        chosen = {block.whole_change().block: block.change.structure() for block in engine.blocks}
+        return Plan(chosen, engine.unrotated)
     planned = None if engine.refresher is None else engine.refresher.plan(engine)
-    if not engine.blocks:
-        return planned if planned is not None else Plan({}, {}, {})
-    why = {} if planned is None else planned.why
-    chosen = {block.whole_change().block: block.change.structure() for block in engine.blocks}
-    reasons = {block.name: why.get(block.name, "given") for block in chosen}
-    return Plan(chosen, reasons, engine.unrotated)
+    return planned or Plan({}, {})
 
 
 def _format_value(value: Any) -> str:

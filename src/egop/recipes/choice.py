@@ -100,7 +100,7 @@ class WeightChoice:
         trained = {name: weight for name, weight in named if weight.requires_grad}
         blocks = [self.matrices[name].block(name, weight) for name, weight in trained.items() if name in self.matrices]
         left = {name: reason for name, reason in self.left.items() if name in trained}
-        return Plan(dict.fromkeys(blocks, structure), {block.name: "a weight matrix" for block in blocks}, left)
+        return Plan(dict.fromkeys(blocks, structure), left)
 
     def _find_reason(self, name: str, parameter: Tensor, role: Role, matrix: Matrix) -> str:
         if parameter.is_complex():

@@ -126,7 +126,7 @@ class _EveryRefresher(Refresher):
             changes = [block.change for block in optimizer.blocks]
             live = self.objective.parameters
             trained = [change for change in changes if all(name in live for name in change.block.parameters)]
-            plan = Plan({change.block: change.structure() for change in trained}, {}, {})
+            plan = Plan({change.block: change.structure() for change in trained}, {})
             return estimate_plan(self.objective, plan, config.rho, config.samples, generator, "auto", config.progress)
         return estimate(
             self.objective,

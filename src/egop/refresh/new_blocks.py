@@ -142,7 +142,7 @@ class BlockCreatingRefresher(Refresher):
         unrotated = dict.fromkeys(_weights(others), "complex numbers")
         partition = _partition_for(self._partition, list(everything), list(real))
         if not (partition if isinstance(partition, Mapping) else _weights(layers)):
-            return Plan({}, {}, unrotated)
+            return Plan({}, unrotated)
         blocks = partition_parameters(real, layers, partition)
         known = [*everything, *(self._partition if isinstance(self._partition, Mapping) else ())]
         structure = _structure_for(self._structure, known, [block.name for block in blocks])
@@ -150,7 +150,7 @@ class BlockCreatingRefresher(Refresher):
         memory = max(0, self._memory - used)
         all_weights = optimizer.outside is None
         plan = make_plan(blocks, layers, structure, memory, self._candidates, all_weights=all_weights)
-        return Plan(plan.chosen, plan.why, plan.unrotated | unrotated)
+        return Plan(plan.chosen, plan.unrotated | unrotated)
 
     def _make_basis(self, optimizer: Rebasable, names: Collection[str] | None = None) -> Basis:
         """Return the original coordinates in the chosen structures."""
