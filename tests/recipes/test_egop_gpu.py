@@ -34,7 +34,8 @@ def compute_loss(model, step):
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(64, 32, generator=generator, dtype=torch.float64)
     weight = next(model.parameters())
-    outputs = model(inputs.to(weight.device, weight.dtype)).float()
+    outputs = model(inputs.to(weight.device, weight.dtype))
+    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
     return nn.functional.cross_entropy(outputs, inputs[:, :4].argmax(1).to(weight.device))
 
 
@@ -71,8 +72,8 @@ def test_training_lowers_the_loss_as_on_the_cpu(dtype, fused):
     exact = make_model(torch.float64)
     train(exact, egop.EGOP(exact, **SETTINGS))
     found, wanted = float(compute_loss(model, LAST)), float(compute_loss(exact, LAST))
-    assert found < 0.7 * start
-    assert found == pytest.approx(wanted, rel=0.1)
+    assert found < 0.75 * start  # 0.72 in float64
+    assert found == pytest.approx(wanted, rel=0.02)
 
 
 @pytest.mark.parametrize("rotate", [True, False])
