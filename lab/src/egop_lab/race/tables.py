@@ -12,7 +12,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 from egop_lab.race.results import Records, interval, load_records
@@ -202,12 +202,13 @@ def make_times_table(records: Records, times: Times) -> list[list[str]]:
     """Return the time of a whole training step over AdamW's, with and without a CUDA graph; medians of the rounds."""
     shown = {"EGOP": "EGOP", "PolarAdam": "`rotate=False`", "Muon": "Muon", "NorMuon": "NorMuon", "SOAP": "SOAP"}
     rows = [["whole step over AdamW's", *shown.values(), "AdamW, ms"]]
-    for name, network in dict.fromkeys((name, network) for name, network, _ in times if name in TITLES):
+    networks = list(dict.fromkeys(network for _, network, _ in times))
+    for name, network in product(TITLES, networks):
         base = times.get((name, network, "AdamW"))
         if base:
             ratios = [_format_ratio(times.get((name, network, method)), base) for method in shown]
             rows.append([f"{TITLES[name]}, {network}", *ratios, f"{1e3 * statistics.median(base):.1f}"])
-    return rows if len(rows) > 1 else [*rows, ["not measured yet", *[_MISSING] * (len(rows[0]) - 1)]]
+    return _drop_empty_columns(rows)
 
 
 TABLES: Mapping[str, Callable[[Records, Times], list[list[str]]]] = {
