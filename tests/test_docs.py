@@ -186,7 +186,7 @@ LIMITS = {
     "docs/reproduction.md": 950,  # generated, grows with the experiments
     "lab/README.md": 700,
 }
-TOTAL = 15_200
+TOTAL = 15_300
 
 
 def count_words(path):

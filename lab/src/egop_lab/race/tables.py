@@ -186,7 +186,8 @@ def make_reach_table(records: Records, times: Times) -> list[list[str]]:
         mean = statistics.fmean(parts)
         seconds = mean * statistics.median(_divide(own, base)) if base and own else math.nan
         time = _MISSING if math.isnan(seconds) else f"{100 * seconds:.0f} %"
-        rows.append([TITLES[task.name], f"{100 * mean:.0f} % ({_format_range(parts)})", time])
+        span = f" ({100 * min(parts):.0f} to {100 * max(parts):.0f} %)" if len(parts) > 1 else " (1 seed)"
+        rows.append([TITLES[task.name], f"{100 * mean:.0f} %{span}", time])
     return rows
 
 
@@ -254,10 +255,6 @@ def _format_ratio(seconds: Sequence[float] | None, base: Sequence[float]) -> str
         return _MISSING
     ratios = _divide(seconds, base)
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-
-
-def _format_range(parts: Sequence[float]) -> str:
-    return f"{100 * min(parts):.0f} to {100 * max(parts):.0f} %"
 
 
 def _divide(seconds: Sequence[float], base: Sequence[float]) -> list[float]:
