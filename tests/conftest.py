@@ -19,6 +19,6 @@ def pytest_collection():
 
 @pytest.fixture
 def lines(caplog):
-    """What egop has logged so far."""
+    """Return a function that returns what egop has logged so far."""
     caplog.set_level(logging.DEBUG, logger="egop")
     return lambda: caplog.messages

@@ -36,7 +36,7 @@ def paths(value, at=()):
 
 
 def changed(value, at, to):
-    """A nested value with something else in one place, or nothing (``...``) there."""
+    """Return a copy of a nested value with one entry replaced, or removed if ``to`` is ``...``."""
     if not at:
         return to
     value = copy.deepcopy(value)

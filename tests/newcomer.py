@@ -59,7 +59,7 @@ def images(generator, count):
 
 
 def sequences(generator, count):
-    """A step of a permutation, or with probability 0.2 any token; the next token is to be told."""
+    """Draw sequences that follow a permutation, but jump with probability 0.2; return inputs and next tokens."""
     following = torch.randperm(64, generator=torch.Generator().manual_seed(7))
     tokens = [torch.randint(64, (count,), generator=generator)]
     for _ in range(64):

@@ -31,7 +31,7 @@ def prepared():
 
 
 def run(function, world, *arguments, timeout=TIMEOUT, attempts=3):
-    """What ``function(rank, world, *arguments)`` returned in each process; an error in one of them is raised here."""
+    """Return what ``function(rank, world, *arguments)`` returned in each process; reraise an error from any of them."""
     context = prepared()
     threads = torch.get_num_threads() if world == 1 else 1  # products of more threads are rounded in another way
     with tempfile.TemporaryDirectory() as folder:

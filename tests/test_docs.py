@@ -87,7 +87,7 @@ def test_code_that_does_not_run_would_be_noticed(tmp_path):
 
 
 def anchors_of(path):
-    """The anchors of a page: those of its headings as GitHub makes them, and those that are written out."""
+    """Return the anchors of a page: those that GitHub makes of its headings, and those written out."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     made = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
@@ -160,7 +160,7 @@ def test_the_gallery_has_scripts_that_stand_alone():
 
 
 def pages_for_github():
-    """The pages that the README links, and the README."""
+    """Return the README and the pages that it links to."""
     links = re.findall(r"\]\(([^)\s#]+\.md)", (ROOT / "README.md").read_text(encoding="utf-8"))
     return [ROOT / "README.md", *(ROOT / link for link in dict.fromkeys(links))]
 

@@ -143,7 +143,7 @@ FILES = {
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """The four of them, imported from a folder."""
+    """Import the four files from a temporary folder."""
     for name, text in FILES.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
     monkeypatch.syspath_prepend(tmp_path)

@@ -199,7 +199,7 @@ for (const frame of document.querySelectorAll("iframe"))
 
 
 def white(tmp_path, pages, dark, theme):
-    """The part of some pages, as they are seen, that is white or nearly."""
+    """Return the fraction of the rendered pages that is white or nearly white."""
     frame, picture = tmp_path / "sheets.html", tmp_path / "seen.png"
     frames = "".join(
         f'<iframe style="width:700px;height:2400px;border:0" src="{page.as_uri()}"></iframe>' for page in pages

@@ -47,7 +47,7 @@ def batches_for(name):
 
 
 def train(name, optimizer_of, initialise=False, after_first=None):
-    """The loss over all batches before each step."""
+    """Return the mean loss over all batches before each step."""
     model, batches, losses = network(name), batches_for(name), []
     optimizer = optimizer_of(model)
 
@@ -125,7 +125,7 @@ def online_with_soaps_details(name, every, eps=1e-8):
 
 
 def deviation(losses, other):
-    """The largest deviation of one curve from another, as a ratio."""
+    """Return the largest relative deviation of one curve from another."""
     return (losses / other).log().abs().max().exp().item() - 1
 
 

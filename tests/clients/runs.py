@@ -131,7 +131,7 @@ ACTIONS = {
 def loop(
     kind, count, *, model=None, optimizer=None, clip=None, schedule=None, act=None, context=contextlib.nullcontext
 ):
-    """The plain loop that a framework's run is compared with; gives model and optimizer."""
+    """Train in a plain loop, to compare a framework's run with; return the model and the optimizer."""
     model = training.network() if model is None else model
     optimizer = optimizer_of(model, kind) if optimizer is None else optimizer
     scheduler = None if schedule is None else schedule(optimizer)
@@ -163,7 +163,7 @@ def same(model, other):
 
 
 def distance(model, other):
-    """The largest difference between two models, or their weights."""
+    """Return the largest difference between two models, or between their weights."""
     left, right = (each if isinstance(each, dict) else weights(each) for each in (model, other))
     assert left.keys() == right.keys()
     return max((left[name] - right[name]).abs().max().item() for name in left)

@@ -135,7 +135,7 @@ def test_two_processes_are_one():
 
 
 def sharding(state_dict_type="SHARDED_STATE_DICT"):
-    """An accelerator with FSDP2, which it allows on GPUs only: it is told by hand that it may. The rest is its own."""
+    """Return an accelerator with FSDP2, enabled by hand because Accelerate allows it on GPUs only."""
     accelerator = Accelerator(cpu=True)
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,

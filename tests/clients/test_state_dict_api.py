@@ -40,7 +40,7 @@ def made(kind, **more):
 
 
 def restored(kind, weights, state, options, **more):
-    """A new model and optimizer with saved weights and state."""
+    """Return a new model and optimizer with the saved weights and state."""
     model, optimizer = made(kind, **more)
     model.load_state_dict(weights)
     set_optimizer_state_dict(model, optimizer, state, options=options)

@@ -148,7 +148,7 @@ def test_the_budget_is_kept():
 
 
 def made_up(*, early=(1.0,), late=(1.0,), seeds=(), slowdown=1.0):
-    """A diagnosis in which EGOP needs these fractions of AdamW's steps in each stage and for each further seed."""
+    """Make up a diagnosis in which EGOP needs these fractions of AdamW's steps in each stage and for each seed."""
 
     def run(seed, fraction=1.0, seconds=1.0):
         steps = range(0, 101, 10)

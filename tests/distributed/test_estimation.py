@@ -55,7 +55,7 @@ def quadratic():
 
 
 def normed(seed):
-    """A model whose gradients depend on buffers and on a frozen layer."""
+    """Return a model whose gradients depend on buffers and on a frozen layer."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()

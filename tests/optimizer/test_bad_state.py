@@ -36,7 +36,7 @@ def own():
 
 
 def without(*path):
-    """A state dict of the right optimizer with something cut off."""
+    """Return the optimizer's own state dict without the entry at this path."""
     state = own()
     place = state
     for key in path[:-1]:
@@ -46,7 +46,7 @@ def without(*path):
 
 
 def changed(value, *path):
-    """A state dict of the right optimizer with something else in a place."""
+    """Return the optimizer's own state dict with another value at this path."""
     state = own()
     place = state
     for key in path[:-1]:
@@ -56,7 +56,7 @@ def changed(value, *path):
 
 
 def told(**about):
-    """A state dict of the right optimizer that says something else of its first parameter."""
+    """Return the optimizer's own state dict with a changed description of its first parameter."""
     entry = own()["state"][0]
     return changed(encode_about(read_about(entry) | about), "state", 0, "egop/about")
 

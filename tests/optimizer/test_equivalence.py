@@ -108,7 +108,7 @@ def identity_in(case, in_one_block):
 
 
 def both_ways(case, basis, optimizer):
-    """The weights after training through the wrapper, and on explicit coordinates."""
+    """Return the weights after training through the wrapper, and on explicit coordinates."""
     return [train(side(case.build(), basis, optimizer), case.batches(), STEPS) for side in (Wrapped, Explicit)]
 
 

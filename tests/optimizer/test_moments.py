@@ -20,7 +20,7 @@ STRUCTURES = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(rank=
 
 
 def random_change(structure, seed, block=WEIGHT):
-    """A change of basis of this structure with a random basis."""
+    """Return a change of basis of this structure with a random basis."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: random_orthonormal(*shape, generator) for name, shape in structure.basis_shapes(block).items()}
     return structure.change(block, tensors)
@@ -39,7 +39,7 @@ def stacked(states, key):
 
 
 def carried(states, old, new, **options):
-    """The states after a change of basis: what moves, and what stays as it was."""
+    """Return the states after a change of basis, both the rotated entries and the untouched ones."""
     moved = [moments.select_movable(state, shape) for state, shape in zip(states, old.coordinate_shapes(), strict=True)]
     fresh = moments.rotate_states(moved, old, new, new.rotation_from(old), **options)
     return [state | own for state, own in zip(states, fresh, strict=True)]

@@ -47,12 +47,12 @@ class Resume:
         )
 
     def case(self) -> cases.ModelCase:
-        """The model and its batches in this precision."""
+        """Return the model and its batches in this precision."""
         case, _ = case_and_basis(self.layout)
         return cases.ModelCase(case.name, case.module, case.inputs, case.outputs, self.dtype)
 
     def start(self, with_basis: bool = True) -> tuple[Wrapped, torch.optim.lr_scheduler.LRScheduler]:
-        """The beginning: a model, an optimizer and a scheduler."""
+        """Build the model, its optimizer and a scheduler."""
         model = self.case().build()
         names = [name for name, _ in model.named_parameters()]
         groups: list[dict[str, Any]] = [{"names": names[:2], "lr": 0.03}, {"names": names[2:], "weight_decay": 0.1}]
@@ -112,7 +112,7 @@ def go_on(rank, world, path):
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """The weights after training straight through, and the folder of those that a new process came to."""
+    """Return the weights after uninterrupted training, and the folder of those that a new process resumed to."""
     path = tmp_path_factory.mktemp("resumed")
     straight = {str(resume): resume.first_half(path) for resume in RESUMED}
     run(go_on, 1, str(path))

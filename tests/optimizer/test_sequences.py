@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 @functools.cache
 def basis_of(structure, dtype, seed):
-    """A basis of the first two layers, for a loss that has nothing to do with them."""
+    """Estimate a basis of the first two layers for a loss unrelated to the model's."""
     tensors = {"first.weight": torch.zeros(4, 3, dtype=dtype), "second.weight": torch.zeros(2, 4, dtype=dtype)}
     objective = egop.Objective.from_function(lambda **values: sum((v**2).sum() for v in values.values()), tensors)
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ class Run:
         self.model, self.optimizer = self.fresh()
 
     def fresh(self):
-        """A model and an optimizer as at the beginning, with a second group if there is one by now."""
+        """Return a new model and optimizer, with the second parameter group if it has been added by now."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = Net().to(self.dtype)
@@ -72,11 +72,11 @@ class Run:
         return model, optimizer
 
     def late_group(self, model):
-        """The group that is added."""
+        """Return the parameter group that is added."""
         return {"params": [(f"late.{name}", each) for name, each in model.late.named_parameters()], "lr": 0.02}
 
     def basis(self, seed):
-        """A basis of the first two layers."""
+        """Return a basis of the first two layers."""
         return basis_of(self.structure, self.dtype, seed)
 
     # --- what may happen ---

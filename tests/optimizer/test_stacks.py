@@ -40,7 +40,7 @@ def basis(structure, seed=3):
 
 
 def train(optimizer, model, count=12, skip=()):
-    """Steps on given gradients; layers in ``skip`` have none in every second step."""
+    """Take steps on given gradients; layers in ``skip`` have none in every second step."""
     generator = torch.Generator().manual_seed(4)
     for step in range(count):
         for name, parameter in model.named_parameters():
@@ -51,7 +51,7 @@ def train(optimizer, model, count=12, skip=()):
 
 
 def one_at_a_time(model, found, kind, **arguments):
-    """An optimizer of its own for each layer: no two blocks in a stack."""
+    """Build a separate optimizer for each layer, so that no two blocks share a stack."""
     own = [
         egop.ReparameterizedOptimizer(
             [(f"{index}.{name}", parameter) for name, parameter in layer.named_parameters()],

@@ -164,7 +164,7 @@ def small_network():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """A 16-4-3 network and random pictures."""
+    """Use a 16-4-3 network and random images."""
     generator = torch.Generator().manual_seed(0)
     split = Split(torch.rand(120, 16, generator=generator), torch.arange(120) % 3)
     monkeypatch.setattr(fashion_runs, "fashion_mnist", lambda folder: DataSet(split, split, split))

@@ -207,7 +207,7 @@ def test_a_kronecker_product_has_no_residual_and_gives_its_factors_back(shapes):
 
 
 def alternating_least_squares(matrix, left, right):
-    """The smallest ‖H − A⊗B‖_F / ‖H‖_F over many starts; block by block, with no SVD and no rearrangement."""
+    """Return the smallest ‖H − A⊗B‖_F / ‖H‖_F over many starts; block by block, with no SVD and no rearrangement."""
     (m, n), (p, q) = sides(left), sides(right)
     blocks = [[matrix[i * p : (i + 1) * p, j * q : (j + 1) * q] for j in range(n)] for i in range(m)]
     best = float("inf")

@@ -13,7 +13,7 @@ from egop_lab.theory.common import eigenbasis
 
 
 def adagrad(loss, start, *, lr, steps, eps, project=None):
-    """The paper's algorithm line by line: losses and gradients at the points at which gradients are taken."""
+    """Run the paper's algorithm line by line; return the loss and the gradient of each step."""
     theta, squares = start, torch.full_like(start, eps**2)
     losses, gradients = [], []
     for _ in range(steps):
@@ -28,7 +28,7 @@ def adagrad(loss, start, *, lr, steps, eps, project=None):
 
 
 def onto_box(center, half, axes):
-    """The point of the box {center + axes z, |z_i| ≤ half_i} that is nearest in a diagonal metric."""
+    """Return the projection onto the box {center + axes z, |z_i| ≤ half_i} in a diagonal metric."""
     optimize = pytest.importorskip("scipy.optimize")
 
     def project(point, metric):

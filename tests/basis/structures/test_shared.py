@@ -37,7 +37,7 @@ class LayerCase:
         return block
 
     def kernels(self, weight):
-        """A row for each output, one after the other."""
+        """Stack the kernels as rows, one for each output."""
         return torch.stack([self.gather(weight, output).flatten() for output in range(self.outputs)])
 
 
