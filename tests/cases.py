@@ -95,18 +95,18 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def mlp() -> nn.Module:
-    """Two layers with biases; the weights are blocks, the biases are not."""
+    """Build two layers with biases; the weights are blocks, the biases are not."""
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def deep() -> nn.Module:
-    """Three equal hidden layers: blocks of one shape, which are batched."""
+    """Build three equal hidden layers: blocks of one shape, which are batched."""
     layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(4, 3))
 
 
 def convolutional() -> nn.Module:
-    """Convolution, BatchNorm in training mode, a linear head."""
+    """Build a convolution, BatchNorm in training mode and a linear head."""
     return nn.Sequential(
         nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
         nn.Linear(12, 3),
@@ -195,7 +195,7 @@ def round_trip_error(change: egop.ChangeOfBasis) -> float:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], steps: int) -> None:
-    """Plain training."""
+    """Train in a plain loop."""
     for step in range(steps):
         optimizer.zero_grad()
         cross_entropy(model, batches[step % len(batches)]).backward()
@@ -217,7 +217,7 @@ def sample(
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """All that sampling must leave as it was: which tensors the model has, their bits, modes, global random states."""
+    """Return everything that sampling must not change: the model's tensors, their bits, modes, global random states."""
 
     def exactly(tensor: Tensor | None) -> Any:
         return None if tensor is None else (id(tensor), tensor.dtype, tensor.tolist())

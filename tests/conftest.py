@@ -8,7 +8,7 @@ import pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Thousands of tests and all that they import stay to the end: no search for garbage needs to go through them."""
+    """Exempt the collected tests and their imports, which live until the end, from garbage collection."""
     gc.disable()
     try:
         return (yield)

@@ -29,7 +29,7 @@ WRONG = [
 
 
 def paths(value, at=()):
-    """Where there is something in a nested value."""
+    """Yield the path of every entry of a nested value."""
     yield at
     for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield from paths(value[key], (*at, key))

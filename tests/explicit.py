@@ -17,7 +17,7 @@ import egop
 
 
 def logistic(model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
-    """One logistic loss per class.
+    """Compute one logistic loss per class.
 
     Unlike with cross-entropy, the gradient has no direction in which it is exactly zero. There, adaptive optimizers
     divide rounding noise by its own size, and no two computations of the same thing agree.
@@ -178,7 +178,7 @@ class Explicit:
 
 
 def train(side: Wrapped | Explicit, batches: Sequence[Any], steps: int) -> dict[str, Tensor]:
-    """Plain training; the weights it ends with."""
+    """Train in a plain loop and return the final weights."""
     for step in range(steps):
         side.optimizer.zero_grad()
         side.loss(batches[step % len(batches)]).backward()
@@ -193,7 +193,7 @@ def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 
 def identical(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether all entries are the same, bit for bit."""
+    """Return True if all entries are the same, bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 

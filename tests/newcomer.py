@@ -50,7 +50,7 @@ class Language(nn.Module):
 
 
 def images(generator, count):
-    """Ten patterns, each at a random place, in noise."""
+    """Draw one of ten patterns at a random position, plus noise; return images and labels."""
     patterns = torch.randn(10, 3, 16, 16, generator=torch.Generator().manual_seed(7))
     labels = torch.randint(10, (count,), generator=generator)
     shifts = torch.randint(16, (count,), generator=generator).tolist()

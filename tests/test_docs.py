@@ -125,7 +125,7 @@ PUBLIC = ["egop", "egop.optim", "egop.extras", "egop.basis", "egop.estimation", 
 
 
 def public_names():
-    """Every public name with what it is. Of a class or function that several modules offer, the first one's."""
+    """Yield every public name; for a class or function that several modules export, only the first one."""
     seen = set()
     for place in PUBLIC:
         module = importlib.import_module(place)

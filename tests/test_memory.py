@@ -35,7 +35,7 @@ def largest_so_far():
 
 
 def tensor_bytes(*holders):
-    """All tensors in these objects and what they consist of, each storage once."""
+    """Return the bytes of all tensors reachable from these objects, counting each storage once."""
     storages, seen, todo = {}, set(), list(holders)
     while todo:
         holder = todo.pop()

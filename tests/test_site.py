@@ -23,7 +23,7 @@ PHONE, DESKTOP = 390, 1280
 
 
 def state():
-    """Why the site cannot be looked at, if it cannot."""
+    """Return why the site cannot be checked, or "" if it can."""
     if not (SITE / "index.html").exists():
         return "no site here: make docs"
     built = (SITE / "searchindex.js").stat().st_mtime  # what a build writes last
@@ -112,7 +112,7 @@ def test_the_front_page_shows_the_picture_of_the_readme(read):
 
 
 def test_no_page_loads_more_than_a_megabyte(read):
-    """Counted are the page and its pictures; styles and scripts are the same on every page."""
+    """Count the page and its pictures; styles and scripts are the same on every page."""
     sizes = {
         path.name: path.stat().st_size + sum((path.parent / each).stat().st_size for each in set(page.loaded)
                                              if each.endswith((".svg", ".png")))

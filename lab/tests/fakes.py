@@ -25,7 +25,7 @@ def verdicts(experiment):
 
 
 def in_this_process(function, configs, store, context, description):
-    """Stands in for the pool of processes, whose start takes longer than a toy run."""
+    """Do the runs in this process: starting a pool of processes takes longer than a toy run."""
     for config in configs:
         store.add(function(config))
 

@@ -91,7 +91,7 @@ def head_of(model):
 
 
 def body(**heads):
-    """Layers, with some more before and some after."""
+    """Build a model of two layers, with other modules before and after them."""
     model = nn.Module()
     before, after = heads.pop("before", {}), heads.pop("after", {})
     for name, part in {**before, "first": nn.Linear(4, 4), "second": nn.Linear(4, 4), **after}.items():

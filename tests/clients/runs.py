@@ -52,7 +52,7 @@ def part_of(basis, names):
 
 
 def optimizer_of(model, kind, **more):
-    """Every third step renews, so that short runs see renewals."""
+    """Build an optimizer that renews its basis every third step, so that short runs see renewals."""
     settings = {"lr": 0.02, "weight_decay": 0.1} | more
     if kind == "EGOP":
         return egop.EGOP(model, every=3, **settings)
@@ -156,7 +156,7 @@ def weights(model):
 
 
 def same(model, other):
-    """Whether two models, or their weights, are equal bit for bit."""
+    """Return True if two models, or their weights, are equal bit for bit."""
     left, right = (each if isinstance(each, dict) else weights(each) for each in (model, other))
     assert left.keys() == right.keys()
     return all(torch.equal(left[name], right[name]) for name in left)

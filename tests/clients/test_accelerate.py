@@ -25,7 +25,7 @@ CLIP = 0.05
 
 @pytest.fixture(autouse=True)
 def _no_traces():
-    """Accelerate keeps what it is in class attributes and in the environment."""
+    """Reset the class attributes and environment variables in which Accelerate keeps its state."""
     kept = dict(os.environ)
     yield
     forget()

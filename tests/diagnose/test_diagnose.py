@@ -70,7 +70,7 @@ class Transformer(nn.Module):
 
 
 def make_sums(length=13, vocabulary=16):
-    """Sequences in which every token is the sum of the two before it."""
+    """Make sequences in which every token is the sum of the two before it."""
     tokens = [*torch.randint(vocabulary, (2, 60, 16), generator=torch.Generator().manual_seed(0))]
     while len(tokens) < length:
         tokens.append((tokens[-1] + tokens[-2]) % vocabulary)

@@ -227,7 +227,7 @@ def test_a_scheduler_still_drives_the_optimizer_after_a_failed_load():
 
 
 def equal(one, other):
-    """Whether two state dicts hold the same, bit for bit."""
+    """Return True if two state dicts hold the same values, bit for bit."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):

@@ -37,7 +37,7 @@ EDITS = {
 
 @pytest.fixture
 def on_another_device(monkeypatch):
-    """As on devices where looking at the values would be costly: writes are noticed by torch's counter alone."""
+    """Detect writes only by torch's version counter, as on devices where comparing values would be costly."""
     monkeypatch.setattr(stacks, "compares_values", lambda device: False)
 
 

@@ -210,7 +210,7 @@ BASES = [egop.Basis([random_change(egop.Full(), seed, VECTOR)]) for seed in (0, 
 
 
 def run(steps, policy=None, kind=torch.optim.Adam):
-    """Half of the steps in one basis, half in another (or in the same one, without a policy)."""
+    """Take half of the steps in one basis, half in another (or in the same one, without a policy)."""
     model = Quadratic()
     optimizer = egop.ReparameterizedOptimizer(model, kind, BASES[0], lr=0.05)
     for step in range(steps):

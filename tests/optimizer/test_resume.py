@@ -61,7 +61,7 @@ class Resume:
         return side, torch.optim.lr_scheduler.CosineAnnealingLR(side.optimizer, 2 * STEPS)
 
     def train(self, side: Wrapped, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Half of the training."""
+        """Train for half of the steps."""
         for step in range(STEPS):
             train(side, self.case().batches()[step % 4 :], 1)
             scheduler.step()
@@ -80,7 +80,7 @@ class Resume:
         return side.weights()
 
     def second_half(self, path: Path) -> None:
-        """In another process: load, train on, and save the weights."""
+        """Load the state in another process, continue training, and save the weights."""
         state = torch.load(path / f"{self}.half", weights_only=True)
         side, scheduler = self.start(self.with_basis)
         train(side, self.case().batches(), 2)  # whatever was before is gone after loading
@@ -105,7 +105,7 @@ RESUMED = [
 
 
 def go_on(rank, world, path):
-    """In a new process: the second half of each."""
+    """Run the second half of each training in a new process."""
     for resume in RESUMED:
         resume.second_half(Path(path))
 

@@ -158,7 +158,7 @@ class Run:
 
 
 def outcome(run):
-    """All that training goes on from."""
+    """Return everything that training continues from."""
     found = {name: value.detach().clone() for name, value in run.model.named_parameters()}
     for index, entry in run.optimizer.state_dict()["state"].items():
         found |= {f"{index} {key}": value.clone() for key, value in entry.items() if isinstance(value, torch.Tensor)}
@@ -174,7 +174,7 @@ def same(one, other):
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_garbage_collection():
-    """Torch's tools collect all garbage each time, which takes long where many tests have left their modules."""
+    """Exempt existing objects from garbage collection: torch's tools run it often, which is slow after many tests."""
     gc.collect()
     gc.freeze()
     yield

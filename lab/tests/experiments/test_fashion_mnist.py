@@ -21,7 +21,7 @@ METHODS = ["original", "r = 3", "r = 20", "r = 3, these alone"]
 
 @pytest.fixture
 def judged(tmp_path, monkeypatch):
-    """Verdicts on made-up runs: when each rank reaches the loss 0.1, its best accuracy, its seconds."""
+    """Judge made-up runs: when each rank reaches the loss 0.1, its best accuracy, its seconds."""
 
     def go(reached, accuracy=None, seconds=None, preset="full", accuracies=None):
         class Fake:

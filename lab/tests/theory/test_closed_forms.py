@@ -104,7 +104,7 @@ def test_the_hessian_of_a_matrix_factorisation_is_lipschitz_with_the_stated_cons
 
 
 def a_factorisation(shape, seed=0):
-    """Measurements, targets, a point and a direction; and the loss and its arguments as one vector."""
+    """Draw measurements, targets, a point and a direction; also return the loss and its arguments as one vector."""
     m, rows, columns, rank = shape
     measurements, targets = normal(m, rows, columns, seed=seed), normal(m, seed=seed + 1)
     pairs = [(normal(rows, rank, seed=seed + s), normal(columns, rank, seed=seed + s + 1)) for s in (2, 4)]

@@ -96,7 +96,7 @@ def test_the_best_learning_rate_is_the_extent_and_a_ball_is_the_default():
 
 
 def waves(dimension, seed):
-    """Σ a_j (1 − cos⟨q_j, θ⟩): not convex, not below 0, and ± its Hessian is at most Σ a_j q_j q_jᵀ everywhere."""
+    """Return Σ a_j (1 − cos⟨q_j, θ⟩), nonnegative but not convex, and the bound ±Σ a_j q_j q_jᵀ on its Hessian."""
     Q = draw_orthonormal(dimension, dimension, torch.Generator().manual_seed(seed))
     weights = torch.arange(1, dimension + 1, dtype=torch.float64) ** -2
     dominating = Q * weights @ Q.mT

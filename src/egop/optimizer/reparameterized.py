@@ -327,7 +327,7 @@ class ReparameterizedOptimizer(Optimizer):
         super().__setstate__(state)
 
     def _use(self, parts: RestoredParts) -> None:
-        """Replace the working parts with those built from a state."""
+        """Install the parts that were restored from a state."""
         self._engine.exported = None
         if self.refresher is not None and parts.refresher is not None:
             self.refresher.__dict__.update(parts.refresher.__dict__)

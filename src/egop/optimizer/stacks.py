@@ -156,7 +156,7 @@ class Stack:
         self._mark_synced(written)
 
     def _find_written(self, indices: Sequence[int]) -> set[int]:
-        """Return the blocks among these whose parameters someone else may have written to."""
+        """Return those of these blocks whose parameters other code may have written to."""
         written = self._unknown.intersection(indices)
         for place, seen in enumerate(self._seen):
             if not self._compares_values:
@@ -166,7 +166,7 @@ class Stack:
         return written
 
     def invalidate(self, indices: Iterable[int] | None = None) -> None:
-        """Compare coordinates and parameters at the next step; if they do not agree, the parameters count."""
+        """Mark the coordinates as possibly stale; the next step encodes the parameters again where they differ."""
         self._unknown.update(self._everyone if indices is None else indices)
 
     def _mark_synced(self, indices: Iterable[int]) -> None:

@@ -179,7 +179,7 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 def _apply_edit(entry: Entry, edited: Mapping[Any, Any], block: BoundBlock | None, parameter: Tensor) -> Entry:
-    """Return an entry with the inner optimizer's state of an edited one; if that has none, it starts anew."""
+    """Return an entry with the inner optimizer's state from an edited one; without any, the state starts afresh."""
     inner = {key: value for key, value in edited.items() if not str(key).startswith(OWN)}
     if inner and block is not None and block.originals[0] is not parameter:
         raise ValueError(

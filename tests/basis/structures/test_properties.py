@@ -21,7 +21,7 @@ settled = settings(deadline=None, max_examples=200, derandomize=True)
 
 @st.composite
 def blocks(draw):
-    """One to three tensors of one precision."""
+    """Draw a block of one to three tensors of one precision."""
     dtype = draw(st.sampled_from(list(DTYPES)))
     names = ["a", "b", "c"][: draw(st.integers(1, 3))]
     return dtype, Block.from_tensors("block", {name: torch.zeros(draw(shapes), dtype=dtype) for name in names})
