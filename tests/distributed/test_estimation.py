@@ -245,7 +245,7 @@ def test_error_in_one_process_is_raised_in_all(two):
         "model": "the model is [('0.weight', (7, 5), torch.float64)",
     }.items():
         assert first[name] == second[name]
-        assert f"The processes want different estimates: {text}" in first[name]
+        assert f"The processes were given different arguments: {text}" in first[name]
     assert second["argument"].startswith("TypeError: Invalid structure value: 'fast'")
     assert first["argument"].startswith("TypeError: Process 1 failed. TypeError: Invalid structure value: 'fast'")
     assert second["batches"].startswith("ValueError: The batches are empty")

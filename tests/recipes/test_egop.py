@@ -72,7 +72,7 @@ def test_excluded_weights_are_left_to_adamw():
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"rotate": False}, "rotate is for all weights"),
+        ({"rotate": False}, "rotate applies to all weights"),
         ({"lr": -0.1}, "Invalid lr value: -0.1"),
         ({"betas": (1.5, 2)}, r"betas\[0\]"),
     ],

@@ -154,7 +154,7 @@ def renew(grams: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
     turns = torch.where(is_sound(turns, ones)[..., None, None], turns, ones)
     with exact_products():
         fresh = bases @ turns
-        # One Newton step towards the nearest orthonormal matrix, so that errors of products do not add up.
+        # One Newton step towards the nearest orthonormal matrix, so that rounding errors do not accumulate.
         return turns, 1.5 * fresh - 0.5 * fresh @ (fresh.mT @ fresh)
 
 

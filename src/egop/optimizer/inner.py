@@ -242,7 +242,7 @@ def check_lookahead(optimizer: Optimizer) -> None:
     """Raise TypeError for an optimizer that :func:`look_ahead` does not support."""
     if not callable(getattr(optimizer, "lookahead", None)) and not isinstance(optimizer, torch.optim.Adam):
         raise TypeError(
-            f"{type(optimizer).__name__} does not say what it maps a momentum to, which egop.Aligned() follows. Use "
+            f"{type(optimizer).__name__} cannot predict the update for a momentum, which egop.Aligned() needs. Use "
             "egop.optim.Sinkhorn, egop.optim.Sign, torch.optim.Adam or AdamW; or egop.Online(), which works with every "
             "optimizer."
         )

@@ -323,7 +323,7 @@ class ReparameterizedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_engine" not in state:
-            raise TypeError("Load a state by optimizer.load_state_dict(state_dict), not by __setstate__.")
+            raise TypeError("Load a state with optimizer.load_state_dict(state_dict), not with __setstate__.")
         super().__setstate__(state)
 
     def _use(self, parts: RestoredParts) -> None:

@@ -51,12 +51,12 @@ class Stack:
             torch.stack([parameter.detach() for parameter in column]) if self._compares_values else [None] * len(blocks)
             for column in self._parameters
         ]
-        self._unknown = set(self._everyone)  # blocks of which it is not known whether they agree, as after loading
+        self._unknown = set(self._everyone)  # blocks that may not agree, as after loading
         # Whether the decoded coordinates are these values: not if they are rounded, nor if they are the coordinates.
         dtypes = {parameter.dtype for column in self._parameters for parameter in column}
         is_exact = bool(bases) and not self._has_rest and dtypes == {first.block.dtype}
         self._can_keep_decoded = self._compares_values and is_exact
-        # The blocks hold views, so that everything is there once.
+        # The blocks hold views, so that nothing is stored twice.
         for index, block in enumerate(blocks):
             block.change = block.change.with_tensors({name: tensor[index] for name, tensor in bases.items()})
         for column, stacked in zip(self._block_coordinates, self.coordinates, strict=True):
