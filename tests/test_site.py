@@ -232,7 +232,7 @@ def test_no_page_is_wider_than_the_screen(tmp_path, width, dark):
 @in_browser
 @pytest.mark.parametrize(("dark", "theme"), [(True, "auto"), (False, "dark"), (True, "light")])
 def test_pictures_are_dark_where_the_page_is(tmp_path, dark, theme):
-    """Also those that the gallery has drawn, and where the reader has switched the page against the system."""
+    """Include the gallery's pictures, and pages that the reader has switched against the system's setting."""
     pages = [SITE / f"{name}.html" for name in ("gallery-pages/index", "gallery-pages/plot_8_transformer", "why")]
     part = white(tmp_path, pages, dark, theme)
     assert part > 0.85 if theme == "light" else part < 0.002
@@ -266,7 +266,7 @@ def test_the_first_screen_shows_egop_and_the_line_of_code(tmp_path, width):
 
 @in_browser
 def test_every_picture_can_be_drawn(tmp_path):
-    """Pictures are loaded lazily; here all of them are."""
+    """Pictures are loaded lazily; here all of them are loaded."""
     eager = """[...document.images].map(each => { each.loading = "eager"; return each; })
       .filter(each => each.complete && !each.naturalWidth).map(each => each.src)"""
     found = asked(

@@ -93,7 +93,7 @@ def test_a_saved_state_is_resumed_bit_for_bit(kind, tmp_path):
 
 
 def test_replaced_parameters_are_noticed_by_the_next_step():
-    """What ``Accelerator.prepare`` does on a TPU and under FSDP2, by its own functions."""
+    """Call the functions that ``Accelerator.prepare`` uses on a TPU and under FSDP2."""
     for kind in runs.KINDS:
         network = training.network()
         accelerator, _, optimizer = prepared(kind)  # of parameters that are then given up

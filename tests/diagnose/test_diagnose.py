@@ -78,7 +78,7 @@ def make_sums(length=13, vocabulary=16):
 
 
 def test_a_rotation_is_advised_for_a_small_transformer(equal_steps, monkeypatch):
-    """With steps of equal time, which larger networks come close to."""
+    """Assume that all steps take the same time, which is nearly true for larger networks."""
     monkeypatch.setattr(module, "CANDIDATES", module.CANDIDATES[:2])
     with torch.random.fork_rng():
         torch.manual_seed(0)

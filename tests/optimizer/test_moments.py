@@ -249,12 +249,12 @@ def test_what_each_policy_does_to_adam_on_a_quadratic(policy):
 
 
 def test_moments_that_are_kept_point_elsewhere_and_cost_loss():
-    """A reset may do better or worse than either: it forgets what was wrong as well."""
+    """A reset may do better or worse than either, because it also forgets what was wrong."""
     assert run(60, "rotate")[0]().item() < run(60, "keep")[0]().item()
 
 
 def test_momentum_descent_does_not_notice_a_change_of_basis():
-    """Without squared moments, rotated exactly means: the same trajectory."""
+    """Without squared moments the rotation is exact, so the trajectory is the same."""
     found = {}
     for policy in (None, "rotate", "keep"):
         model = Quadratic()

@@ -186,7 +186,7 @@ def test_a_loaded_optimizer_has_bases_coordinates_and_moments_of_its_own(layout)
 
 @pytest.mark.parametrize("kind", ["wrapped", "plain"])
 def test_a_state_dict_moves_on_with_the_optimizer_as_with_every_torch_optimizer(kind):
-    """Its tensors are the optimizer's own; whoever wants a snapshot in memory copies it."""
+    """Its tensors are the optimizer's own; copy it to get a snapshot in memory."""
     case, _, side = halfway()
     if kind == "plain":
         side.optimizer = torch.optim.AdamW(side.model.parameters())
@@ -236,7 +236,7 @@ def test_moments_lie_in_memory_as_their_parameters_do(tmp_path):
 
 @pytest.mark.parametrize("structure", [egop.Full(), egop.Shared(), egop.Kronecker()], ids=str)
 def test_a_random_rotation_rounds_alike_after_a_resume(structure):
-    """It comes from a decomposition that lays its columns one after the other."""
+    """It comes from a decomposition whose result is stored column by column."""
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 7)
     objective = egop.Objective(model, lambda model, x: model(x).square().mean(), [torch.randn(4, 5)])

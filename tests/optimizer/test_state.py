@@ -246,7 +246,7 @@ def test_loading_shares_no_memory_with_what_was_loaded():
 
 
 def test_a_state_dict_that_was_kept_stands_for_the_weights_it_was_kept_with():
-    """Its coordinates must not have moved on when the weights of that time are put back beside it."""
+    """Its coordinates must still match when the weights of that time are restored."""
     model, optimizer = started()
     steps(model, optimizer, 2)
     state, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
@@ -337,7 +337,7 @@ def test_what_is_of_no_parameter_is_kept_saved_and_loaded():
 @pytest.mark.parametrize("look", [lambda each: each.state_dict(), lambda each: each.state, lambda each: each.basis])
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_look_from_inside_inference_mode_changes_nothing(look, before):
-    """As when Lightning saves a checkpoint after a validation."""
+    """Lightning does this when it saves a checkpoint after a validation."""
     straight = steps(*started("none", refresh="online"), 5)
     model, optimizer = started("none", refresh="online")
     steps(model, optimizer, before)

@@ -144,7 +144,7 @@ def test_the_search_goes_along_two_lines_and_its_best_is_used(judged):
 
 
 def test_a_search_of_the_whole_grid_can_find_another_place(judged):
-    """With the first weight decay the best rate is 0.1; the best of all is a rate of 0.05 with none."""
+    """With the first weight decay the best rate is 0.1; the best overall is a rate of 0.05 without weight decay."""
     _, experiment = judged({}, accuracies={(0.1, 0.01): 0.5, (0.05, 0): 0.9})
     assert experiment.choose_rates(Method(50), "lines") == (0.1, 0.01)
     assert experiment.choose_rates(Method(50), "grid") == (0.05, 0)

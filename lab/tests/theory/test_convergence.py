@@ -148,7 +148,7 @@ def test_the_gradient_bound_is_the_larger_solution_of_its_equation(smoothness, g
 
 
 def test_one_norms_of_gradients_are_not_the_same_in_both_coordinates():
-    """Why the bound is about gradients in the coordinates in which Adagrad runs, not about those of f."""
+    """So the bound has to be on gradients in the coordinates in which Adagrad runs, not on those of f."""
     setting = Setting(quadratic(12))
     gradient = setting.problem.gradient(setting.points[0])
     _, V = eigenbasis(setting.egop)
