@@ -106,7 +106,7 @@ def _format_toctree(match: re.Match[str]) -> str:
 
 
 def _adapt_links(text: str, origin: Path, here: Path) -> str:
-    """Adapt what is outside code blocks of a text whose links are relative to ``origin``."""
+    """Adapt the links outside code blocks of a text whose links are relative to ``origin``."""
 
     def show_script(match: re.Match[str]) -> str:
         path = os.path.relpath((origin / match[1]).resolve(), here)

@@ -17,7 +17,7 @@ _BEGAN: dict[str, float] = {}
 
 
 def scraped(block: object, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
-    """Figures as egop saves its own, light and dark: of pyplot, and of egop's ``plot`` methods, unknown to pyplot."""
+    """Save all figures, including those of egop's ``plot`` methods, which pyplot does not know; light and dark."""
     figures = [plt.figure(number) for number in plt.get_fignums()]
     for figure in block_vars["example_globals"].values():
         if isinstance(figure, Figure) and not hasattr(figure, "number") and figure not in _SEEN:
@@ -39,7 +39,7 @@ def styled(gallery_conf: dict[str, Any], name: str) -> None:
 
 
 def clocked(gallery_conf: dict[str, Any], name: str, when: str) -> None:
-    """Note the seconds of processor time that a script takes, which do not depend on who else is computing."""
+    """Record the CPU time of a script, which does not depend on other load."""
     if when == "before":
         _BEGAN[name] = time.process_time()
         return

@@ -18,7 +18,7 @@ STEPS = 200
 
 
 def network() -> nn.Module:
-    """Three convolutions with normalisation, then a linear head."""
+    """Build three convolutions with normalisation and a linear head."""
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
         *(nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU()),
@@ -30,7 +30,7 @@ def network() -> nn.Module:
 
 
 def batches(seed: int) -> Batches:
-    """Batches of 200 training images, in an order of their own on every pass."""
+    """Return batches of 200 training images, in a new order on every pass."""
     return Batches(*digits().train.batch, size=200, generator=torch.Generator().manual_seed(seed), drop_last=True)
 
 
@@ -41,7 +41,7 @@ def factory() -> tuple[nn.Module, object, Batches]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
-    """Plain training; the loss over the whole training set at the end."""
+    """Train in a plain loop; return the final loss over the whole training set."""
     stream = (batch for _ in iter(int, 1) for batch in batches(1))  # pass after pass
     for _, batch in zip(range(steps), stream, strict=False):
         optimizer.zero_grad()

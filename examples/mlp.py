@@ -26,7 +26,7 @@ def factory() -> egop.Objective:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> float:
-    """Plain training; the loss over the whole training set at the end."""
+    """Train in a plain loop; return the final loss over the whole training set."""
     data = digits().train
     batches = Batches(*data.batch, size=300, generator=torch.Generator().manual_seed(1))
     stream = (batch for _ in iter(int, 1) for batch in batches)  # pass after pass

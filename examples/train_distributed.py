@@ -146,7 +146,7 @@ def average(loss: Tensor) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train."""
+    """Train the model as the command line says."""
     options = parse_options(arguments)
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -68,13 +68,13 @@ class ModelCase:
         return self.name
 
     def build(self) -> nn.Module:
-        """The model, with the same weights every time."""
+        """Build the model, with the same weights every time."""
         with torch.random.fork_rng():
             torch.default_generator.manual_seed(0)  # torch.manual_seed notes the call stack for GPUs, each time
             return self.module().to(self.dtype)
 
     def batches(self, count: int = 4, size: int = 16) -> list[tuple[Tensor, Tensor]]:
-        """The same batches every time."""
+        """Return the same batches every time."""
         generator = torch.Generator().manual_seed(1)
         return [
             (
@@ -85,28 +85,28 @@ class ModelCase:
         ]
 
     def objective(self, model: nn.Module | None = None) -> egop.Objective:
-        """The cross-entropy of the model on the batches."""
+        """Return the cross-entropy of the model on the batches."""
         return egop.Objective(self.build() if model is None else model, cross_entropy, self.batches())
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss of every model here."""
+    """Compute the loss that every model here uses."""
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def mlp() -> nn.Module:
-    """Two layers with biases; the weights are blocks, the biases are not."""
+    """Build two layers with biases; the weights are blocks, the biases are not."""
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def deep() -> nn.Module:
-    """Three equal hidden layers: blocks of one shape, which are batched."""
+    """Build three equal hidden layers: blocks of one shape, which are batched."""
     layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(4, 3))
 
 
 def convolutional() -> nn.Module:
-    """Convolution, BatchNorm in training mode, a linear head."""
+    """Build a convolution, BatchNorm in training mode and a linear head."""
     return nn.Sequential(
         nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
         nn.Linear(12, 3),
@@ -162,7 +162,7 @@ STRUCTURES: list[egop.Structure] = [
 
 
 def block(name: str, **shapes: tuple[int, ...]) -> Block:
-    """A block of float64 tensors."""
+    """Build a block of float64 tensors."""
     return Block.from_tensors(name, {key: torch.zeros(shape, dtype=torch.float64) for key, shape in shapes.items()})
 
 
@@ -180,7 +180,7 @@ PARTITIONS: list[Any] = ["layer", "parameter", "global", {"everything": ["*"]}]
 
 
 def estimate(objective: egop.Objective, **options: Any) -> egop.Basis:
-    """A basis from few samples, without a progress bar."""
+    """Estimate a basis from a few samples, without a progress bar."""
     return egop.estimate(objective, **{"structure": egop.Full(), "samples": 40, "progress": False} | options)
 
 
@@ -195,7 +195,7 @@ def round_trip_error(change: egop.ChangeOfBasis) -> float:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any], steps: int) -> None:
-    """Plain training."""
+    """Train in a plain loop."""
     for step in range(steps):
         optimizer.zero_grad()
         cross_entropy(model, batches[step % len(batches)]).backward()
@@ -203,21 +203,21 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters."""
+    """Return copies of all parameters."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def sample(
     objective: egop.Objective, rho: egop.Distribution, samples: int, *, seed: int = 0, **options: Any
 ) -> dict[str, Tensor]:
-    """The sampled gradients of all parameters, all chunks together."""
+    """Sample gradients of all parameters and concatenate the chunks."""
     generator = torch.Generator().manual_seed(seed)
     chunks = list(sample_gradients(objective, rho, samples, generator=generator, **options))
     return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """All that sampling must leave as it was: which tensors the model has, their bits, modes, global random states."""
+    """Return everything that sampling must not change: the model's tensors, their bits, modes, global random states."""
 
     def exactly(tensor: Tensor | None) -> Any:
         return None if tensor is None else (id(tensor), tensor.dtype, tensor.tolist())

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Thousands of tests and all that they import stay to the end: no search for garbage needs to go through them."""
+    """Exempt the collected tests and their imports, which live until the end, from garbage collection."""
     gc.disable()
     try:
         return (yield)
@@ -19,6 +19,6 @@ def pytest_collection():
 
 @pytest.fixture
 def lines(caplog):
-    """What egop has logged so far."""
+    """Return a function that returns what egop has logged so far."""
     caplog.set_level(logging.DEBUG, logger="egop")
     return lambda: caplog.messages

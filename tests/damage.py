@@ -29,14 +29,14 @@ WRONG = [
 
 
 def paths(value, at=()):
-    """Where there is something in a nested value."""
+    """Yield the path of every entry of a nested value."""
     yield at
     for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield from paths(value[key], (*at, key))
 
 
 def changed(value, at, to):
-    """A nested value with something else in one place, or nothing (``...``) there."""
+    """Return a copy of a nested value with one entry replaced, or removed if ``to`` is ``...``."""
     if not at:
         return to
     value = copy.deepcopy(value)

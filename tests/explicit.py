@@ -17,7 +17,7 @@ import egop
 
 
 def logistic(model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
-    """One logistic loss per class.
+    """Compute one logistic loss per class.
 
     Unlike with cross-entropy, the gradient has no direction in which it is exactly zero. There, adaptive optimizers
     divide rounding noise by its own size, and no two computations of the same thing agree.
@@ -29,7 +29,7 @@ def logistic(model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
 
 
 def basis_of(case: cases.ModelCase, **options: Any) -> egop.Basis:
-    """The basis of a model under the logistic loss."""
+    """Estimate the basis of a model under the logistic loss."""
     objective = egop.Objective(case.build(), logistic, case.batches())
     return cases.estimate(objective, **{"sampling": "loop"} | options)
 
@@ -57,7 +57,7 @@ over_layouts_and_optimizers = pytest.mark.parametrize(
 
 @cache
 def case_and_basis(layout: str) -> tuple[cases.ModelCase, egop.Basis]:
-    """The model of a layout, and its basis."""
+    """Return the model of a layout, and its basis."""
     case, partition, structure = LAYOUTS[layout]
     return case, basis_of(case, partition=partition, structure=structure)
 
@@ -86,15 +86,15 @@ class Wrapped:
         )
 
     def loss(self, batch: Any) -> Tensor:
-        """The loss of one batch."""
+        """Compute the loss of one batch."""
         return logistic(self.model, batch)
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters as they are now."""
+        """Return copies of the current parameters."""
         return cases.parameters_of(self.model)
 
     def leaves(self) -> list[Tensor]:
-        """What gradients are collected in."""
+        """Return the tensors whose ``.grad`` the backward pass fills."""
         return list(self.model.parameters())
 
 
@@ -142,16 +142,16 @@ class Explicit:
         )
 
     def loss(self, batch: Any) -> Tensor:
-        """The loss of one batch, as a function of the coordinates."""
+        """Compute the loss of one batch as a function of the coordinates."""
         weights = self._decoded()
         return logistic(lambda x: torch.func.functional_call(self.model, weights, (x,)), batch)
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters at the coordinates as they are now."""
+        """Return the parameters at the current coordinates."""
         return {name: tensor.detach().clone() for name, tensor in self._decoded().items()}
 
     def leaves(self) -> list[Tensor]:
-        """What gradients are collected in."""
+        """Return the tensors whose ``.grad`` the backward pass fills."""
         return [*self.coordinates.values(), *self.others.values()]
 
     def write(self, values: Mapping[str, Tensor]) -> None:
@@ -172,13 +172,13 @@ class Explicit:
         return decoded
 
     def members(self, names: Sequence[str]) -> list[Tensor]:
-        """The leaves that stand for these parameters."""
+        """Return the leaves that represent these parameters."""
         inside = [self.coordinates[block] for block, (_, members) in self.blocks.items() if members[0] in names]
         return inside + [leaf for name, leaf in self.others.items() if name in names]
 
 
 def train(side: Wrapped | Explicit, batches: Sequence[Any], steps: int) -> dict[str, Tensor]:
-    """Plain training; the weights it ends with."""
+    """Train in a plain loop and return the final weights."""
     for step in range(steps):
         side.optimizer.zero_grad()
         side.loss(batches[step % len(batches)]).backward()
@@ -187,13 +187,13 @@ def train(side: Wrapped | Explicit, batches: Sequence[Any], steps: int) -> dict[
 
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The largest difference of any entry; the names must be the same."""
+    """Return the largest difference between any two entries; the names must be the same."""
     assert one.keys() == other.keys()
     return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
 
 
 def identical(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether all entries are the same, bit for bit."""
+    """Return True if all entries are the same, bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 

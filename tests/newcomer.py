@@ -50,7 +50,7 @@ class Language(nn.Module):
 
 
 def images(generator, count):
-    """Ten patterns, each at a random place, in noise."""
+    """Draw one of ten patterns at a random position, plus noise; return images and labels."""
     patterns = torch.randn(10, 3, 16, 16, generator=torch.Generator().manual_seed(7))
     labels = torch.randint(10, (count,), generator=generator)
     shifts = torch.randint(16, (count,), generator=generator).tolist()
@@ -59,7 +59,7 @@ def images(generator, count):
 
 
 def sequences(generator, count):
-    """A step of a permutation, or with probability 0.2 any token; the next token is to be told."""
+    """Draw sequences that follow a permutation, but jump with probability 0.2; return inputs and next tokens."""
     following = torch.randperm(64, generator=torch.Generator().manual_seed(7))
     tokens = [torch.randint(64, (count,), generator=generator)]
     for _ in range(64):

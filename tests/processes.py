@@ -24,14 +24,14 @@ _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 
 
 def prepared():
-    """For processes forked from one that has imported egop and what torch imports late: else each takes seconds."""
+    """Return a context whose processes fork from one that has already done the slow imports, which take seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["egop", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"])
     return context
 
 
 def run(function, world, *arguments, timeout=TIMEOUT, attempts=3):
-    """What ``function(rank, world, *arguments)`` returned in each process; an error in one of them is raised here."""
+    """Return what ``function(rank, world, *arguments)`` returned in each process; reraise an error from any of them."""
     context = prepared()
     threads = torch.get_num_threads() if world == 1 else 1  # products of more threads are rounded in another way
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ def run(function, world, *arguments, timeout=TIMEOUT, attempts=3):
 
 
 def _wait(processes, end):
-    """Until all have ended, or one has failed and the others would wait for it."""
+    """Wait until all have ended, or one has failed and the others would wait for it."""
     while any(process.is_alive() for process in processes):
         if any(process.exitcode not in (None, 0) for process in processes):
             time.sleep(0.5)  # so that others can say what happened to them

@@ -11,7 +11,7 @@ def squares(model, batch):
 
 
 def make_objective(loss=squares, *, dropout=0.2, batches=4):
-    """A regression with batch norm and dropout (or neither)."""
+    """Build a regression with batch norm and dropout, or with neither if ``dropout`` is 0."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(16 * batches, 6, generator=generator)
     targets = inputs @ torch.randn(6, 3, generator=generator)

@@ -35,7 +35,7 @@ def record_on_the_cpu(monkeypatch):
 
 
 def _only_once(replay):
-    """Recording computes nothing on a GPU, but here it does: the replay right after it is left out."""
+    """Skip the first replay: unlike on a GPU, recording has already computed it here."""
     calls = []
 
     def again():

@@ -10,7 +10,7 @@ import tomllib
 
 
 def heed_ctrl_c():
-    """For ``preexec_fn``: a job in the background, or under ``nohup``, ignores SIGINT, and so would its children."""
+    """Restore SIGINT (for ``preexec_fn``): background jobs and ``nohup`` ignore it, and so would their children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -26,7 +26,7 @@ except BaseException:
 
 
 def interrupted_import(project, folder):
-    """Status and errors of a project's console script, the file's only one, after Ctrl-C while it imports torch.
+    """Return the exit status and stderr of a project's only console script after Ctrl-C while it imports torch.
 
     Args:
         project: the ``pyproject.toml`` that names what the script calls.

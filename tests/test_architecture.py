@@ -224,7 +224,7 @@ def test_the_public_names_are_in_order_and_complete():
 
 
 def public_objects():
-    """Every public class and function, by name: those of ``egop``, and those of its public modules."""
+    """Return every public class and function of ``egop`` and its public modules, by name."""
     modules = [egop, *(importlib.import_module(f"egop.{name}") for name in ("extras",))]
     named = {f"{module.__name__}.{name}": getattr(module, name) for module in modules for name in module.__all__}
     return {name: public for name, public in named.items() if not inspect.ismodule(public)}

@@ -57,7 +57,7 @@ def group(tmp_path):
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
 def test_the_code_of_a_page_runs(path, tmp_path):
-    """The blocks of a page in turn, each with what those before it have left; and what readers bring along."""
+    """Run a page's blocks in order, each with the variables of those before it and what readers are assumed to have."""
     batches = [(torch.randn(5, 3), torch.randn(5, 2)) for _ in range(3)]
     model = network()
     given = {
@@ -87,7 +87,7 @@ def test_code_that_does_not_run_would_be_noticed(tmp_path):
 
 
 def anchors_of(path):
-    """The anchors of a page: those of its headings as GitHub makes them, and those that are written out."""
+    """Return the anchors of a page: those that GitHub makes of its headings, and those written out."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     made = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
@@ -125,7 +125,7 @@ PUBLIC = ["egop", "egop.optim", "egop.extras", "egop.basis", "egop.estimation", 
 
 
 def public_names():
-    """Every public name with what it is. Of a class or function that several modules offer, the first one's."""
+    """Yield every public name; for a class or function that several modules export, only the first one."""
     seen = set()
     for place in PUBLIC:
         module = importlib.import_module(place)
@@ -160,7 +160,7 @@ def test_the_gallery_has_scripts_that_stand_alone():
 
 
 def pages_for_github():
-    """The pages that the README links, and the README."""
+    """Return the README and the pages that it links to."""
     links = re.findall(r"\]\(([^)\s#]+\.md)", (ROOT / "README.md").read_text(encoding="utf-8"))
     return [ROOT / "README.md", *(ROOT / link for link in dict.fromkeys(links))]
 

@@ -143,7 +143,7 @@ FILES = {
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """The four of them, imported from a folder."""
+    """Import the four files from a temporary folder."""
     for name, text in FILES.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
     monkeypatch.syspath_prepend(tmp_path)
@@ -303,7 +303,7 @@ class PairsChange(egop.ChangeOfBasis):
 
 @pytest.mark.parametrize("rows", [2, 5])
 def test_a_basis_of_many_small_matrices_is_no_stack_of_weights(rows):
-    """As many rows as matrices looked like a weight for each of them: where one had changed, others moved."""
+    """With as many rows as matrices, they were mistaken for one weight per matrix, and a change to one moved others."""
     layer = torch.nn.Linear(4, rows, bias=False).double()
     block = Block.from_tensors("weight", {"weight": layer.weight})
     start = PairsChange(block, {"basis": torch.eye(2, dtype=torch.float64).repeat(2, 1, 1)})

@@ -26,7 +26,7 @@ MODEL_BYTES = 4 * (784 * 100 + 100 + 100 * 10 + 10)
 
 
 def held_now():
-    """The memory of this process that is in use, in bytes."""
+    """Return the memory that this process uses, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -35,7 +35,7 @@ def largest_so_far():
 
 
 def tensor_bytes(*holders):
-    """All tensors in these objects and what they consist of, each storage once."""
+    """Return the bytes of all tensors reachable from these objects, counting each storage once."""
     storages, seen, todo = {}, set(), list(holders)
     while todo:
         holder = todo.pop()

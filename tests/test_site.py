@@ -23,7 +23,7 @@ PHONE, DESKTOP = 390, 1280
 
 
 def state():
-    """Why the site cannot be looked at, if it cannot."""
+    """Return why the site cannot be checked, or "" if it can."""
     if not (SITE / "index.html").exists():
         return "no site here: make docs"
     built = (SITE / "searchindex.js").stat().st_mtime  # what a build writes last
@@ -112,7 +112,7 @@ def test_the_front_page_shows_the_picture_of_the_readme(read):
 
 
 def test_no_page_loads_more_than_a_megabyte(read):
-    """Counted are the page and its pictures; styles and scripts are the same on every page."""
+    """Count the page and its pictures; styles and scripts are the same on every page."""
     sizes = {
         path.name: path.stat().st_size + sum((path.parent / each).stat().st_size for each in set(page.loaded)
                                              if each.endswith((".svg", ".png")))
@@ -199,7 +199,7 @@ for (const frame of document.querySelectorAll("iframe"))
 
 
 def white(tmp_path, pages, dark, theme):
-    """The part of some pages, as they are seen, that is white or nearly."""
+    """Return the fraction of the rendered pages that is white or nearly white."""
     frame, picture = tmp_path / "sheets.html", tmp_path / "seen.png"
     frames = "".join(
         f'<iframe style="width:700px;height:2400px;border:0" src="{page.as_uri()}"></iframe>' for page in pages
@@ -232,7 +232,7 @@ def test_no_page_is_wider_than_the_screen(tmp_path, width, dark):
 @in_browser
 @pytest.mark.parametrize(("dark", "theme"), [(True, "auto"), (False, "dark"), (True, "light")])
 def test_pictures_are_dark_where_the_page_is(tmp_path, dark, theme):
-    """Also those that the gallery has drawn, and where the reader has switched the page against the system."""
+    """Include the gallery's pictures, and pages that the reader has switched against the system's setting."""
     pages = [SITE / f"{name}.html" for name in ("gallery-pages/index", "gallery-pages/plot_8_transformer", "why")]
     part = white(tmp_path, pages, dark, theme)
     assert part > 0.85 if theme == "light" else part < 0.002
@@ -266,7 +266,7 @@ def test_the_first_screen_shows_egop_and_the_line_of_code(tmp_path, width):
 
 @in_browser
 def test_every_picture_can_be_drawn(tmp_path):
-    """Pictures are loaded lazily; here all of them are."""
+    """Pictures are loaded lazily; here all of them are loaded."""
     eager = """[...document.images].map(each => { each.loading = "eager"; return each; })
       .filter(each => each.complete && !each.naturalWidth).map(each => each.src)"""
     found = asked(

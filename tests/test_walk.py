@@ -19,7 +19,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A new environment, with egop from a wheel of this checkout; torch and the rest are lent by this environment."""
+    """Create an environment with a wheel of this checkout; it borrows torch and the rest from the current one."""
     pytest.importorskip("hatchling", reason="what the wheel is built with is not installed")
     folder = tmp_path_factory.mktemp("newcomer")
     done([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT)
@@ -36,7 +36,7 @@ def installed(tmp_path_factory):
 
 
 def done(command, cwd):
-    """What a command prints, which knows nothing of this checkout unless it is told."""
+    """Return what a command prints when nothing in its environment points to this checkout."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     made = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert made.returncode == 0, made.stderr

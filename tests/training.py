@@ -16,7 +16,7 @@ BATCH = 24  # of all processes together; can be divided by 2 and 4
 
 
 def network():
-    """Two layers of one shape, which are batched, and rows that 2 and 4 do not divide."""
+    """Build layers of which two have one shape and are batched; 2 and 4 do not divide their row counts."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         sizes = [(5, 7), (7, 7), (7, 7), (7, 3)]
@@ -52,7 +52,7 @@ WRAPPERS = {"plain": lambda model: model, "DDP": DistributedDataParallel, "FSDP2
 
 
 def optimizer_of(model, kind, structure, refresh, found=None, **arguments):
-    """With a basis to start from: the first gradient alone would leave directions open, to be filled by rounding."""
+    """Build an optimizer that starts from a basis: the first gradient alone would leave some directions to rounding."""
     arguments = {"lr": 0.02, "weight_decay": 0.1} | arguments
     return egop.ReparameterizedOptimizer(model, kind, found or basis(structure), refresh=refresh, **arguments)
 
@@ -67,7 +67,7 @@ def steps(model, optimizer, first=0, count=STEPS, rank=0, world=1):
 
 
 def weights(model):
-    """All of them, wherever they are, by the names of the plain model."""
+    """Return all weights, gathered if sharded, by the names of the plain model."""
     state = model.state_dict()
     return {name.removeprefix("module."): _whole(value).clone() for name, value in state.items()}
 

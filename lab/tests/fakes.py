@@ -8,7 +8,7 @@ from egop_lab.training.records import Record, Store
 
 
 def faked(experiment, outcome, path, preset="quick"):
-    """An experiment of tuned methods with all its records; ``outcome(config)`` is the result of a run."""
+    """Return an experiment of tuned methods with all its records; ``outcome(config)`` is the result of a run."""
 
     class Faked(experiment):
         def _run_tasks(self, tasks, context):
@@ -25,13 +25,13 @@ def verdicts(experiment):
 
 
 def in_this_process(function, configs, store, context, description):
-    """Stands in for the pool of processes, whose start takes longer than a toy run."""
+    """Do the runs in this process: starting a pool of processes takes longer than a toy run."""
     for config in configs:
         store.add(function(config))
 
 
 def image_folder(place):
-    """A folder with images of three colours."""
+    """Write a folder of images in three colours and return its path."""
     numbers = np.random.default_rng(0)
     for split, count in (("train", 9), ("val", 5)):
         for label in range(3):

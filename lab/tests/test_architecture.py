@@ -35,7 +35,7 @@ def is_public(name):
 
 
 def used(source):
-    """The names of egop that a file imports, and those that it looks up by dots: ``egop.estimation.sampling.draw``."""
+    """Yield the names of egop that a file imports or looks up by dots, such as ``egop.estimation.sampling.draw``."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -120,7 +120,7 @@ PACKAGES = {
 
 
 def packages_used(source):
-    """The packages of the lab that a file imports from, at its top or inside a function."""
+    """Yield the packages of the lab that a file imports from, at its top or inside a function."""
     for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
         if isinstance(node, ast.ImportFrom):

@@ -34,7 +34,7 @@ def network(name):
 
 
 def batches_for(name):
-    """Four batches of a random two-layer teacher, with inputs of decaying size."""
+    """Draw four batches from a random two-layer teacher, with inputs of decaying size."""
     inputs, outputs = WIDTHS[name][0], WIDTHS[name][-1]
     generator = torch.Generator().manual_seed(1)
 
@@ -47,7 +47,7 @@ def batches_for(name):
 
 
 def train(name, optimizer_of, initialise=False, after_first=None):
-    """The loss over all batches before each step."""
+    """Return the mean loss over all batches before each step."""
     model, batches, losses = network(name), batches_for(name), []
     optimizer = optimizer_of(model)
 
@@ -94,14 +94,14 @@ def adam(name):
 
 
 def weigh_the_first_gradient_as_soap(optimizer):
-    """SOAP's running mean starts at zero and sees the first batch twice here; egop's starts at the first gradient."""
+    """Rescale the means: SOAP's starts at zero and sees the first batch twice, egop's at the first gradient."""
     for grams in optimizer.refresher.grams.by_block.values():
         for gram in grams.values():
             gram *= 1 - DECAY**2
 
 
 def power_iteration_in_place(gram, basis):
-    """One QR iteration as SOAP's, each vector staying in its place, so that squared moments can stay in theirs."""
+    """Take one QR iteration like SOAP's, but keep the vectors in order, so that squared moments can stay in place."""
     image = gram @ basis
     order = (basis * image).sum(-2, keepdim=True).argsort(descending=True)
     fresh = torch.linalg.qr(image.gather(-1, order.expand_as(image)))[0]
@@ -110,7 +110,7 @@ def power_iteration_in_place(gram, basis):
 
 @contextmanager
 def squared_moments_as_soap():
-    """Sorted along with the vectors, never rotated."""
+    """Sort squared moments along with the vectors and never rotate them."""
     with (
         mock.patch("egop.refresh.eigenbases.power_iteration", power_iteration_in_place),
         mock.patch("egop.optimizer.moments.rotate_squares", lambda squares, new, rotation: squares),
@@ -125,7 +125,7 @@ def online_with_soaps_details(name, every, eps=1e-8):
 
 
 def deviation(losses, other):
-    """The largest deviation of one curve from another, as a ratio."""
+    """Return the largest relative deviation of one curve from another."""
     return (losses / other).log().abs().max().exp().item() - 1
 
 

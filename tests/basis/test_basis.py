@@ -27,7 +27,7 @@ def orthogonal(size, seed=0):
 
 
 def by_hand(*blocks, spectrum=None, unrotated=None):
-    """A basis of random rotations."""
+    """Build a basis of random rotations."""
     changes = [FullChange(block, {"basis": orthogonal(block.size, seed)}) for seed, block in enumerate(blocks)]
     return egop.Basis(changes, spectrum, unrotated)
 

@@ -89,7 +89,7 @@ def test_very_wide_layers_are_not_rotated():
 
 
 def test_layers_with_too_costly_bases_are_not_rotated():
-    """The decomposition of a basis of width n is n³ of work: here for 4 rows of n entries, n²/4 for each."""
+    """Decomposing a basis of width n takes about n³ operations: here, with 4 rows of n entries, n²/4 per entry."""
     limit = int((4 * planning.WORK_LIMIT) ** 0.5)
     for width, expected in ((limit, {"0.weight": "Shared"}), (limit + 1, {})):
         plan = plan_of(nn.Sequential(nn.Linear(width, 4), nn.Linear(5, 2)))
@@ -98,7 +98,7 @@ def test_layers_with_too_costly_bases_are_not_rotated():
 
 
 def test_experts_mistaken_for_a_convolution_are_not_rotated():
-    """Four rows of 64 x 112 columns: a basis would take minutes. (As four matrices it takes nothing.)"""
+    """A basis for four rows of 64 x 112 columns would take minutes; as four matrices it is cheap."""
     experts, layers = {"experts": torch.zeros(4, 64, 112)}, {"experts": Role("weight")}
     plan = make_plan(partition_parameters(experts, layers, "parameter"), layers, "auto", 2 * GIB)
     assert "too long" in plan.unrotated["experts"]

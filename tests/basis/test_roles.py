@@ -37,7 +37,7 @@ class Experts(nn.Module):
 
 
 def raw(**shapes):
-    """A module that holds parameters only."""
+    """Return a module that holds only parameters."""
     module = nn.Module()
     for name, shape in shapes.items():
         module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
@@ -91,7 +91,7 @@ def head_of(model):
 
 
 def body(**heads):
-    """Layers, with some more before and some after."""
+    """Build a model of two layers, with other modules before and after them."""
     model = nn.Module()
     before, after = heads.pop("before", {}), heads.pop("after", {})
     for name, part in {**before, "first": nn.Linear(4, 4), "second": nn.Linear(4, 4), **after}.items():
@@ -220,7 +220,7 @@ def test_without_a_module_names_and_shapes_are_all_there_is(name):
 
 
 def made(refresh, given=lambda model: model.named_parameters(), basis=None, **options):
-    """The warnings that making an optimizer gives, and where; ``told=True`` gives it the model too."""
+    """Return the warnings of building and running an optimizer, and their files; ``told=True`` passes the model."""
     model = cases.MLP.build()
     params, options = given(model), {"model": model} if options.get("told") else {}
     with warnings.catch_warnings(record=True) as caught:
@@ -360,7 +360,7 @@ def test_language_model_in_framework_groups_trains_as_well_as_with_adamw():
 
 
 def trained(model, optimizer, steps=150):
-    """The mean loss of the last steps, on sequences in which a token has four successors."""
+    """Return the mean loss of the last ten steps, on sequences in which each token has four successors."""
     successors = torch.randint(61, (61, 4), generator=torch.Generator().manual_seed(5))
     generator = torch.Generator().manual_seed(1)
     found = []

@@ -48,7 +48,7 @@ def test_the_density_is_one_over_the_dimension_on_an_axis_and_one_where_all_entr
 
 
 def rows_of(kind, draws, rows, dimension, generator):
-    """White noise, of which the rows of one draw are independent, or all along one direction, in draws of all sizes."""
+    """Draw white noise: independent rows, or rows along one direction per draw, with draws of very different sizes."""
     if kind == "independent":
         return torch.randn(draws, rows, dimension, generator=generator, dtype=torch.float64)
     row = torch.randn(draws, 1, dimension, generator=generator, dtype=torch.float64)

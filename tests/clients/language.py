@@ -21,7 +21,7 @@ MATRICES = {
 
 
 def gpt2(seed=0):
-    """In float64, so that differences in rounding stay small under Adam; its loss is in float32 all the same."""
+    """Build GPT-2 in float64, so that rounding differences stay small under Adam; its loss is still in float32."""
     sizes = {"vocab_size": 24, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
     steady = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     with torch.random.fork_rng():

@@ -52,7 +52,7 @@ def part_of(basis, names):
 
 
 def optimizer_of(model, kind, **more):
-    """Every third step renews, so that short runs see renewals."""
+    """Build an optimizer that renews its basis every third step, so that short runs see renewals."""
     settings = {"lr": 0.02, "weight_decay": 0.1} | more
     if kind == "EGOP":
         return egop.EGOP(model, every=3, **settings)
@@ -131,7 +131,7 @@ ACTIONS = {
 def loop(
     kind, count, *, model=None, optimizer=None, clip=None, schedule=None, act=None, context=contextlib.nullcontext
 ):
-    """The plain loop that a framework's run is compared with; gives model and optimizer."""
+    """Train in a plain loop, to compare a framework's run with; return the model and the optimizer."""
     model = training.network() if model is None else model
     optimizer = optimizer_of(model, kind) if optimizer is None else optimizer
     scheduler = None if schedule is None else schedule(optimizer)
@@ -156,14 +156,14 @@ def weights(model):
 
 
 def same(model, other):
-    """Whether two models, or their weights, are equal bit for bit."""
+    """Return True if two models, or their weights, are equal bit for bit."""
     left, right = (each if isinstance(each, dict) else weights(each) for each in (model, other))
     assert left.keys() == right.keys()
     return all(torch.equal(left[name], right[name]) for name in left)
 
 
 def distance(model, other):
-    """The largest difference between two models, or their weights."""
+    """Return the largest difference between two models, or between their weights."""
     left, right = (each if isinstance(each, dict) else weights(each) for each in (model, other))
     assert left.keys() == right.keys()
     return max((left[name] - right[name]).abs().max().item() for name in left)

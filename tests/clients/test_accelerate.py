@@ -25,7 +25,7 @@ CLIP = 0.05
 
 @pytest.fixture(autouse=True)
 def _no_traces():
-    """Accelerate keeps what it is in class attributes and in the environment."""
+    """Reset the class attributes and environment variables in which Accelerate keeps its state."""
     kept = dict(os.environ)
     yield
     forget()
@@ -93,7 +93,7 @@ def test_a_saved_state_is_resumed_bit_for_bit(kind, tmp_path):
 
 
 def test_replaced_parameters_are_noticed_by_the_next_step():
-    """What ``Accelerator.prepare`` does on a TPU and under FSDP2, by its own functions."""
+    """Call the functions that ``Accelerator.prepare`` uses on a TPU and under FSDP2."""
     for kind in runs.KINDS:
         network = training.network()
         accelerator, _, optimizer = prepared(kind)  # of parameters that are then given up
@@ -135,7 +135,7 @@ def test_two_processes_are_one():
 
 
 def sharding(state_dict_type="SHARDED_STATE_DICT"):
-    """An accelerator with FSDP2, which it allows on GPUs only: it is told by hand that it may. The rest is its own."""
+    """Return an accelerator with FSDP2, enabled by hand because Accelerate allows it on GPUs only."""
     accelerator = Accelerator(cpu=True)
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,

@@ -62,7 +62,7 @@ def test_what_is_done_through_the_wrapper_is_done_to_the_optimizer(action):
 
 @pytest.mark.parametrize("kind", ["fixed", "online"])
 def test_a_model_that_setup_casts_below_the_optimizer_is_trained_or_refused(kind):
-    """``bf16-true`` casts the model after the optimizer was made: a clear refusal, or the right run; never silence."""
+    """``bf16-true`` casts the model after the optimizer was built: it must train correctly or raise a clear error."""
     right = prepared(kind, training.network().float().bfloat16(), precision="bf16-true")
     steps(*right)
     cast = prepared(kind, training.network().float(), precision="bf16-true")

@@ -55,7 +55,7 @@ def test_a_recipe_is_short_and_has_a_tuned_baseline(name):
 
 @pytest.fixture
 def _no_traces():
-    """Frameworks keep what they are in class attributes and in the environment."""
+    """Reset the class attributes and environment variables in which frameworks keep their state."""
     kept = dict(os.environ)
     with torch.random.fork_rng():
         yield

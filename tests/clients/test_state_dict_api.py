@@ -40,7 +40,7 @@ def made(kind, **more):
 
 
 def restored(kind, weights, state, options, **more):
-    """A new model and optimizer with saved weights and state."""
+    """Return a new model and optimizer with the saved weights and state."""
     model, optimizer = made(kind, **more)
     model.load_state_dict(weights)
     set_optimizer_state_dict(model, optimizer, state, options=options)
@@ -50,7 +50,7 @@ def restored(kind, weights, state, options, **more):
 @pytest.mark.parametrize("kind", runs.KINDS)
 @pytest.mark.parametrize("style", OPTIONS)
 def test_a_look_changes_nothing(kind, style):
-    """Before every step: also before the first one, when torch would begin the state by a step of its own."""
+    """Check before every step, even the first one, when torch would initialize the state by taking a step."""
     options = StateDictOptions(**OPTIONS[style])
     looked, _ = runs.loop(kind, 8, act=lambda _, model, own, __: get_optimizer_state_dict(model, own, options=options))
     assert runs.same(looked, runs.loop(kind, 8)[0])
@@ -148,7 +148,7 @@ def test_other_optimizers_go_on_bit_for_bit_too(inner):
 
 @pytest.mark.parametrize("kind", [*runs.KINDS, "aligned from a basis"])
 def test_a_checkpoint_of_torch_is_resumed_bit_for_bit_by_objects_that_never_stepped(kind, tmp_path):
-    """Loading fills the state dict of the new objects, so that has to have a place for all that was saved."""
+    """Loading fills in the new objects' state dict, so it must have an entry for everything that was saved."""
     model, optimizer = made(kind)
     training.steps(model, optimizer, count=HALF)
     weights, state = get_state_dict(model, optimizer)

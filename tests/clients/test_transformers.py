@@ -44,7 +44,7 @@ def settings_of(kind):
 
 @functools.cache
 def rotation():
-    """Of the matrices of the layers only."""
+    """Draw a random rotation for the layers' matrices only."""
     objective = egop.Objective(gpt2(), lambda model, batch: model(**batch).loss, [stacked(sentences(4))])
     partition = {name: [name] for name in sorted(MATRICES)}
     structure = egop.extras.RandomRotation(seed=1)
@@ -57,7 +57,7 @@ def stacked(rows):
 
 
 def decay_groups(model, weight_decay=0.1):
-    """Those that Trainer makes, with names."""
+    """Return the parameter groups that Trainer makes, with names."""
     named = list(model.named_parameters())
     with_decay = [pair for pair in named if "ln_" not in pair[0] and "bias" not in pair[0]]
     without = [pair for pair in named if "ln_" in pair[0] or "bias" in pair[0]]

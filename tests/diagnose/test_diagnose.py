@@ -70,7 +70,7 @@ class Transformer(nn.Module):
 
 
 def make_sums(length=13, vocabulary=16):
-    """Sequences in which every token is the sum of the two before it."""
+    """Make sequences in which every token is the sum of the two before it."""
     tokens = [*torch.randint(vocabulary, (2, 60, 16), generator=torch.Generator().manual_seed(0))]
     while len(tokens) < length:
         tokens.append((tokens[-1] + tokens[-2]) % vocabulary)
@@ -78,7 +78,7 @@ def make_sums(length=13, vocabulary=16):
 
 
 def test_a_rotation_is_advised_for_a_small_transformer(equal_steps, monkeypatch):
-    """With steps of equal time, which larger networks come close to."""
+    """Assume that all steps take the same time, which is nearly true for larger networks."""
     monkeypatch.setattr(module, "CANDIDATES", module.CANDIDATES[:2])
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -148,7 +148,7 @@ def test_the_budget_is_kept():
 
 
 def made_up(*, early=(1.0,), late=(1.0,), seeds=(), slowdown=1.0):
-    """A diagnosis in which EGOP needs these fractions of AdamW's steps in each stage and for each further seed."""
+    """Make up a diagnosis in which EGOP needs these fractions of AdamW's steps in each stage and for each seed."""
 
     def run(seed, fraction=1.0, seconds=1.0):
         steps = range(0, 101, 10)

@@ -335,7 +335,7 @@ def test_a_candidate_that_cannot_take_part_is_left_out_with_the_reason():
 
 
 def test_rates_are_scaled_down_to_the_planned_length():
-    """Five times as many steps: by the root of the ratio of lengths, and by the ratio itself."""
+    """With five times as many steps, rates shrink by the square root of the length ratio, and by the ratio itself."""
     runs = [Run(rate, 0, 20, 10, (4.0, 3.0, loss), 1.0) for rate, loss in ((0.1, 2.0), (0.05, 1.0), (0.02, 3.0))]
     for planned, expected in ((100, (0.02, 0.01)), (20, (0.05, 0.1)), (None, (0.05, 0.1))):
         assert Race(planned, (0,), start=4.0, runs=({"AdamW": runs}, {})).propose_rates("AdamW") == expected

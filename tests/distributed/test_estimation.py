@@ -55,7 +55,7 @@ def quadratic():
 
 
 def normed(seed):
-    """A model whose gradients depend on buffers and on a frozen layer."""
+    """Return a model whose gradients depend on buffers and on a frozen layer."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
@@ -245,7 +245,7 @@ def test_error_in_one_process_is_raised_in_all(two):
         "model": "the model is [('0.weight', (7, 5), torch.float64)",
     }.items():
         assert first[name] == second[name]
-        assert f"The processes want different estimates: {text}" in first[name]
+        assert f"The processes were given different arguments: {text}" in first[name]
     assert second["argument"].startswith("TypeError: Invalid structure value: 'fast'")
     assert first["argument"].startswith("TypeError: Process 1 failed. TypeError: Invalid structure value: 'fast'")
     assert second["batches"].startswith("ValueError: The batches are empty")

@@ -19,7 +19,7 @@ EXACT = 1e-10  # in float64
 
 
 def policy(model):
-    """Weights and activations in bfloat16, gradients summed in float32; the shards themselves stay in float32."""
+    """Shard with weights and activations in bfloat16 and gradients summed in float32; the shards stay in float32."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     return fully_shard(model, mesh=mesh, mp_policy=mixed)
@@ -52,7 +52,7 @@ def trained(model, rank, world, *, autocast=False, scaler=None, compiled=False, 
 
 
 def accumulating(model, last):
-    """Exchange gradients only for the last piece."""
+    """Synchronize gradients only for the last micro-batch."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(last)
     return nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()

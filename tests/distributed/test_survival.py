@@ -83,7 +83,7 @@ def read_last_checkpoint(out):
 
 @pytest.mark.slow
 def test_killed_processes_restart_and_reach_the_same_result(tmp_path):
-    """Kill one in a step after the first checkpoint, then one while it writes the second."""
+    """Kill one process in a step after the first checkpoint, then another while it writes the second."""
     kills = [
         f"step:{random.choice([0, 1])}:{random.randint(6, 9)}",
         random.choice(["write:0:1", "write:0:2", "write:1:1"]),  # the second file of the first process is the metadata

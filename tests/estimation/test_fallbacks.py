@@ -50,7 +50,7 @@ def mixed(model, batch):
 
 
 def by_label(model, batch):
-    """Control flow that depends on the batch alone."""
+    """Compute a loss whose control flow depends on the batch alone."""
     return cases.cross_entropy(model, (batch[0] * (1 + batch[1].max().item()), batch[1]))
 
 

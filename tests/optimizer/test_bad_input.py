@@ -19,7 +19,7 @@ AdamW = torch.optim.AdamW
 
 
 def in_basis(basis):
-    """An optimizer for the model in a basis that may not fit it."""
+    """Return a builder of an optimizer in a basis that may not fit the model."""
     return lambda model: egop.ReparameterizedOptimizer(model, AdamW, basis)
 
 
@@ -28,12 +28,12 @@ def of_class(kind, **hyperparameters):
 
 
 def over(params):
-    """An optimizer over what a function makes of the model."""
+    """Return a builder of an optimizer over ``params(model)``."""
     return lambda model: egop.ReparameterizedOptimizer(params(model), AdamW)
 
 
 def block(name="0.weight", shape=(5, 6), parameters=None):
-    """A block of one tensor with an identity matrix for a basis."""
+    """Return the change of basis of one block, with an identity matrix as its basis."""
     members = parameters or {name: torch.zeros(shape, dtype=torch.float64)}
     size = sum(tensor.numel() for tensor in members.values())
     return FullChange(Block.from_tensors(name, members), {"basis": torch.eye(size, dtype=torch.float64)})
@@ -238,7 +238,7 @@ def test_add_param_group_refuses_and_training_goes_on(what):
 
 
 def check_failing_step(prepare, error, message, layout="batched"):
-    """A step that fails leaves no trace: training goes on as it does without it."""
+    """Check that a failing step leaves no trace: training continues as it does without that step."""
     case, basis = case_and_basis(layout)
     side, straight = (Wrapped(case.build(), basis, ADAMW) for _ in range(2))
     for each in (side, straight):

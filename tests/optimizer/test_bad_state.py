@@ -36,7 +36,7 @@ def own():
 
 
 def without(*path):
-    """A state dict of the right optimizer with something cut off."""
+    """Return the optimizer's own state dict without the entry at this path."""
     state = own()
     place = state
     for key in path[:-1]:
@@ -46,7 +46,7 @@ def without(*path):
 
 
 def changed(value, *path):
-    """A state dict of the right optimizer with something else in a place."""
+    """Return the optimizer's own state dict with another value at this path."""
     state = own()
     place = state
     for key in path[:-1]:
@@ -56,7 +56,7 @@ def changed(value, *path):
 
 
 def told(**about):
-    """A state dict of the right optimizer that says something else of its first parameter."""
+    """Return the optimizer's own state dict with a changed description of its first parameter."""
     entry = own()["state"][0]
     return changed(encode_about(read_about(entry) | about), "state", 0, "egop/about")
 
@@ -86,7 +86,7 @@ REFUSED = {
     "of other names": (
         lambda: state_of_module(renamed),
         (
-            r"It is of another model: only it has \['1\.bias', '1\.weight', '3\.bias', '3\.weight'\], "
+            r"It was saved for another model: only it has \['1\.bias', '1\.weight', '3\.bias', '3\.weight'\], "
             r"only the optimizer has \['0\.bias', '0\.weight', '2\.bias', '2\.weight'\]"
         ),
     ),
@@ -95,14 +95,14 @@ REFUSED = {
         r"Its '0\.weight' has shape \(7, 6\), but here it has \(5, 6\)",
     ),
     "of another order": (reordered, r"parameters in another order: \['2\.weight', .*\], but here \['0\.weight', .*\]"),
-    "of more groups": (in_groups, r"It has groups of \[2, 2\] parameters .*, the optimizer of \[4\]"),
+    "of more groups": (in_groups, r"It has groups of \[2, 2\] parameters .*, this optimizer has \[4\]"),
     "of a plain optimizer": (
         plain,
-        "It is of a plain optimizer. Moments of another coordinate system cannot be loaded: load the model's weights",
+        "It was saved by a plain optimizer. Moments of another coordinate system cannot be loaded: load the model's",
     ),
     "of another optimizer": (
         lambda: trained(MLP, OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.1})).optimizer.state_dict(),
-        "It is of SGD, this optimizer runs AdamW",
+        "It was saved with SGD, but this optimizer runs AdamW",
     ),
     "of a later version": (lambda: told(version=99), "has version 99; this egop reads 2"),
     "of an unknown structure": (
@@ -122,7 +122,7 @@ REFUSED = {
         lambda: changed(torch.ones(3), "state", 0, "egop/about"),
         "An 'egop/about' cannot be read",
     ),
-    "without state of a parameter": (lambda: without("state", 2), r"It has no state of '2\.weight'"),
+    "without state of a parameter": (lambda: without("state", 2), r"It has no state for '2\.weight'"),
     "without coordinates": (
         lambda: without("state", 2, "egop/coordinates/0"),
         r"It has no 'egop/coordinates/0' of block '2\.weight'",
@@ -177,7 +177,7 @@ REFUSED = {
     ),
     "with state of nothing": (
         lambda: changed({"step": torch.tensor(1.0)}, "state", 99),
-        r"It has state of \[99\], which are not parameters",
+        r"It has state for \[99\], which are not parameters",
     ),
     "with coordinates cut short": (
         lambda: changed(torch.ones(7), "state", 0, "egop/coordinates/0"),
@@ -227,7 +227,7 @@ def test_a_scheduler_still_drives_the_optimizer_after_a_failed_load():
 
 
 def equal(one, other):
-    """Whether two state dicts hold the same, bit for bit."""
+    """Return True if two state dicts hold the same values, bit for bit."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):

@@ -23,7 +23,7 @@ ADAMW = OptimizerCase("AdamW", torch.optim.AdamW, {"lr": 0.01})
 
 
 def agree(layout, optimizer, script, **options):
-    """Whether a training script that is given a side and its batches ends at the same weights on both."""
+    """Return True if a training script, called with a side and its batches, ends at the same weights on both sides."""
     case, basis = case_and_basis(layout)
     ends = []
     for kind in (Wrapped, Explicit):

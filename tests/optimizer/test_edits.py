@@ -37,7 +37,7 @@ EDITS = {
 
 @pytest.fixture
 def on_another_device(monkeypatch):
-    """As on devices where looking at the values would be costly: writes are noticed by torch's counter alone."""
+    """Detect writes only by torch's version counter, as on devices where comparing values would be costly."""
     monkeypatch.setattr(stacks, "compares_values", lambda device: False)
 
 
@@ -89,7 +89,7 @@ def test_training_goes_on_from_loaded_weights(optimizer, layout):
 
 @over_layouts_and_optimizers
 def test_weights_that_are_swapped_out_and_back_leave_no_trace(optimizer, layout):
-    """As when averaged weights are put in for an evaluation."""
+    """Averaged weights are swapped in like this for an evaluation."""
     case, basis = case_and_basis(layout)
     sides = [Wrapped(case.build(), basis, optimizer) for _ in range(2)]
     for swapped, side in enumerate(sides):
@@ -103,7 +103,7 @@ def test_weights_that_are_swapped_out_and_back_leave_no_trace(optimizer, layout)
 
 
 def test_torch_counts_writes_to_a_parameter():
-    """The private counter that writes from outside are noticed by, on devices where values are not looked at."""
+    """On devices where values are not compared, outside writes are detected by this private counter."""
     layer = nn.Linear(2, 2)
     with torch.no_grad():
         writes = [

@@ -108,7 +108,7 @@ def identity_in(case, in_one_block):
 
 
 def both_ways(case, basis, optimizer):
-    """The weights after training through the wrapper, and on explicit coordinates."""
+    """Return the weights after training through the wrapper, and on explicit coordinates."""
     return [train(side(case.build(), basis, optimizer), case.batches(), STEPS) for side in (Wrapped, Explicit)]
 
 
@@ -183,7 +183,7 @@ def test_sgd_is_the_same_in_every_basis(optimizer, layout):
 
 
 def test_a_weight_without_gradient_moves_with_the_rest_of_its_block():
-    """In coordinates of a common block it has no coordinate of its own that could stand still."""
+    """In a shared block no coordinate belongs to this parameter alone, so none could be held fixed."""
     case, basis = case_and_basis("part-of-a-block-without-gradient")
     side = Wrapped(case.build(), basis, OptimizerCase("Adam", torch.optim.Adam))
     before = side.weights()

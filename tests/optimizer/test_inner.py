@@ -114,7 +114,7 @@ def test_optimizers_that_need_a_closure_are_refused():
 
 
 def test_a_class_of_another_kind_is_refused_in_words():
-    with pytest.raises(TypeError, match=r"LOMO cannot be made from parameter groups and \['lr'\]: AttributeError: "):
+    with pytest.raises(TypeError, match=r"LOMO cannot be built from parameter groups and \['lr'\]: AttributeError: "):
         wrapped(other("LOMO"), lr=0.1)
 
 

@@ -20,7 +20,7 @@ STRUCTURES = [egop.Full(), egop.Shared(), egop.Kronecker(), egop.Auxiliary(rank=
 
 
 def random_change(structure, seed, block=WEIGHT):
-    """A change of basis of this structure with a random basis."""
+    """Return a change of basis of this structure with a random basis."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: random_orthonormal(*shape, generator) for name, shape in structure.basis_shapes(block).items()}
     return structure.change(block, tensors)
@@ -39,7 +39,7 @@ def stacked(states, key):
 
 
 def carried(states, old, new, **options):
-    """The states after a change of basis: what moves, and what stays as it was."""
+    """Return the states after a change of basis, both the rotated entries and the untouched ones."""
     moved = [moments.select_movable(state, shape) for state, shape in zip(states, old.coordinate_shapes(), strict=True)]
     fresh = moments.rotate_states(moved, old, new, new.rotation_from(old), **options)
     return [state | own for state, own in zip(states, fresh, strict=True)]
@@ -210,7 +210,7 @@ BASES = [egop.Basis([random_change(egop.Full(), seed, VECTOR)]) for seed in (0, 
 
 
 def run(steps, policy=None, kind=torch.optim.Adam):
-    """Half of the steps in one basis, half in another (or in the same one, without a policy)."""
+    """Take half of the steps in one basis, half in another (or in the same one, without a policy)."""
     model = Quadratic()
     optimizer = egop.ReparameterizedOptimizer(model, kind, BASES[0], lr=0.05)
     for step in range(steps):
@@ -249,12 +249,12 @@ def test_what_each_policy_does_to_adam_on_a_quadratic(policy):
 
 
 def test_moments_that_are_kept_point_elsewhere_and_cost_loss():
-    """A reset may do better or worse than either: it forgets what was wrong as well."""
+    """A reset may do better or worse than either, because it also forgets what was wrong."""
     assert run(60, "rotate")[0]().item() < run(60, "keep")[0]().item()
 
 
 def test_momentum_descent_does_not_notice_a_change_of_basis():
-    """Without squared moments, rotated exactly means: the same trajectory."""
+    """Without squared moments the rotation is exact, so the trajectory is the same."""
     found = {}
     for policy in (None, "rotate", "keep"):
         model = Quadratic()

@@ -45,7 +45,7 @@ def made(model, kind=torch.optim.SGD, outside=ADAMW, refresh=None, **options):
 
 
 def test_it_is_two_optimizers_side_by_side():
-    """SGD is the same in every basis, so plain SGD on the weights and AdamW on the rest is what must come out."""
+    """SGD is the same in every basis, so the result must equal plain SGD on the weights and AdamW on the rest."""
     model, plain = network(), network()
     weights = [parameter for parameter in plain.parameters() if parameter.dim() > 1]
     rest = [parameter for parameter in plain.parameters() if parameter.dim() == 1]
@@ -129,7 +129,7 @@ def test_a_state_with_another_optimizer_outside_is_refused():
     optimizer = made(model)
     backward(model, 0)
     optimizer.step()
-    with pytest.raises(ValueError, match="is of SGD with AdamW outside, this optimizer runs SGD with Adagrad outside"):
+    with pytest.raises(ValueError, match="with AdamW outside, but this optimizer runs SGD with Adagrad outside"):
         made(network(), outside=torch.optim.Adagrad).load_state_dict(optimizer.state_dict())
 
 
@@ -296,7 +296,7 @@ def test_a_group_may_have_a_key_of_that_name():
 
 
 def test_without_any_block_it_would_step_everything_which_is_refused():
-    """Silently, the class that was named would not run at all."""
+    """Otherwise the named class would silently not run at all."""
     model = network()
     with pytest.raises(ValueError, match="PolarAdam nothing"):
         egop.ReparameterizedOptimizer(model, egop.optim.PolarAdam, outside=torch.optim.AdamW, lr=0.1)

@@ -101,7 +101,7 @@ def test_parameters_without_gradient_are_not_touched_and_have_no_state(optimizer
 
 
 def flat_slope(lr, steps, dtype, wrapped):
-    """A linear loss of slope 1 around a weight of ones; the weight after training."""
+    """Train a weight of ones on a linear loss of slope 1; return the weight and the optimizer."""
     layer = nn.Linear(4, 4, bias=False).to(dtype)
     with torch.no_grad():
         layer.weight.fill_(1.0)

@@ -112,7 +112,7 @@ def test_parameters_that_change_places_keep_what_is_theirs(kind, between_groups)
 
 
 def test_a_state_that_is_given_to_the_new_parameter_is_its():
-    """As programs do that grow and prune points."""
+    """Programs that grow and prune points do this."""
     straight = steps(*started("no basis"), 5)
     model, optimizer = started("no basis")
     steps(model, optimizer, 2)

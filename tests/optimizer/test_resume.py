@@ -47,12 +47,12 @@ class Resume:
         )
 
     def case(self) -> cases.ModelCase:
-        """The model and its batches in this precision."""
+        """Return the model and its batches in this precision."""
         case, _ = case_and_basis(self.layout)
         return cases.ModelCase(case.name, case.module, case.inputs, case.outputs, self.dtype)
 
     def start(self, with_basis: bool = True) -> tuple[Wrapped, torch.optim.lr_scheduler.LRScheduler]:
-        """The beginning: a model, an optimizer and a scheduler."""
+        """Build the model, its optimizer and a scheduler."""
         model = self.case().build()
         names = [name for name, _ in model.named_parameters()]
         groups: list[dict[str, Any]] = [{"names": names[:2], "lr": 0.03}, {"names": names[2:], "weight_decay": 0.1}]
@@ -61,7 +61,7 @@ class Resume:
         return side, torch.optim.lr_scheduler.CosineAnnealingLR(side.optimizer, 2 * STEPS)
 
     def train(self, side: Wrapped, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
-        """Half of the training."""
+        """Train for half of the steps."""
         for step in range(STEPS):
             train(side, self.case().batches()[step % 4 :], 1)
             scheduler.step()
@@ -80,7 +80,7 @@ class Resume:
         return side.weights()
 
     def second_half(self, path: Path) -> None:
-        """In another process: load, train on, and save the weights."""
+        """Load the state in another process, continue training, and save the weights."""
         state = torch.load(path / f"{self}.half", weights_only=True)
         side, scheduler = self.start(self.with_basis)
         train(side, self.case().batches(), 2)  # whatever was before is gone after loading
@@ -105,14 +105,14 @@ RESUMED = [
 
 
 def go_on(rank, world, path):
-    """In a new process: the second half of each."""
+    """Run the second half of each training in a new process."""
     for resume in RESUMED:
         resume.second_half(Path(path))
 
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """The weights after training straight through, and the folder of those that a new process came to."""
+    """Return the weights after uninterrupted training, and the folder of those that a new process resumed to."""
     path = tmp_path_factory.mktemp("resumed")
     straight = {str(resume): resume.first_half(path) for resume in RESUMED}
     run(go_on, 1, str(path))
@@ -186,7 +186,7 @@ def test_a_loaded_optimizer_has_bases_coordinates_and_moments_of_its_own(layout)
 
 @pytest.mark.parametrize("kind", ["wrapped", "plain"])
 def test_a_state_dict_moves_on_with_the_optimizer_as_with_every_torch_optimizer(kind):
-    """Its tensors are the optimizer's own; whoever wants a snapshot in memory copies it."""
+    """Its tensors are the optimizer's own; copy it to get a snapshot in memory."""
     case, _, side = halfway()
     if kind == "plain":
         side.optimizer = torch.optim.AdamW(side.model.parameters())
@@ -236,7 +236,7 @@ def test_moments_lie_in_memory_as_their_parameters_do(tmp_path):
 
 @pytest.mark.parametrize("structure", [egop.Full(), egop.Shared(), egop.Kronecker()], ids=str)
 def test_a_random_rotation_rounds_alike_after_a_resume(structure):
-    """It comes from a decomposition that lays its columns one after the other."""
+    """It comes from a decomposition whose result is stored column by column."""
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 7)
     objective = egop.Objective(model, lambda model, x: model(x).square().mean(), [torch.randn(4, 5)])

@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 @functools.cache
 def basis_of(structure, dtype, seed):
-    """A basis of the first two layers, for a loss that has nothing to do with them."""
+    """Estimate a basis of the first two layers for a loss unrelated to the model's."""
     tensors = {"first.weight": torch.zeros(4, 3, dtype=dtype), "second.weight": torch.zeros(2, 4, dtype=dtype)}
     objective = egop.Objective.from_function(lambda **values: sum((v**2).sum() for v in values.values()), tensors)
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ class Run:
         self.model, self.optimizer = self.fresh()
 
     def fresh(self):
-        """A model and an optimizer as at the beginning, with a second group if there is one by now."""
+        """Return a new model and optimizer, with the second parameter group if it has been added by now."""
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = Net().to(self.dtype)
@@ -72,11 +72,11 @@ class Run:
         return model, optimizer
 
     def late_group(self, model):
-        """The group that is added."""
+        """Return the parameter group that is added."""
         return {"params": [(f"late.{name}", each) for name, each in model.late.named_parameters()], "lr": 0.02}
 
     def basis(self, seed):
-        """A basis of the first two layers."""
+        """Return a basis of the first two layers."""
         return basis_of(self.structure, self.dtype, seed)
 
     # --- what may happen ---
@@ -158,7 +158,7 @@ class Run:
 
 
 def outcome(run):
-    """All that training goes on from."""
+    """Return everything that training continues from."""
     found = {name: value.detach().clone() for name, value in run.model.named_parameters()}
     for index, entry in run.optimizer.state_dict()["state"].items():
         found |= {f"{index} {key}": value.clone() for key, value in entry.items() if isinstance(value, torch.Tensor)}
@@ -174,7 +174,7 @@ def same(one, other):
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_garbage_collection():
-    """Torch's tools collect all garbage each time, which takes long where many tests have left their modules."""
+    """Exempt existing objects from garbage collection: torch's tools run it often, which is slow after many tests."""
     gc.collect()
     gc.freeze()
     yield

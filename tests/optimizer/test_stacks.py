@@ -40,7 +40,7 @@ def basis(structure, seed=3):
 
 
 def train(optimizer, model, count=12, skip=()):
-    """Steps on given gradients; layers in ``skip`` have none in every second step."""
+    """Take steps on given gradients; layers in ``skip`` have none in every second step."""
     generator = torch.Generator().manual_seed(4)
     for step in range(count):
         for name, parameter in model.named_parameters():
@@ -51,7 +51,7 @@ def train(optimizer, model, count=12, skip=()):
 
 
 def one_at_a_time(model, found, kind, **arguments):
-    """An optimizer of its own for each layer: no two blocks in a stack."""
+    """Build a separate optimizer for each layer, so that no two blocks share a stack."""
     own = [
         egop.ReparameterizedOptimizer(
             [(f"{index}.{name}", parameter) for name, parameter in layer.named_parameters()],
@@ -92,7 +92,7 @@ def test_gram_matrices_of_a_stack_are_those_of_its_blocks(structure, skip):
 
 
 def test_a_structure_that_is_replaced_leaves_nothing_behind():
-    """Gram matrices of the structure before are dropped, and the first gradient after that counts in full."""
+    """The old structure's Gram matrices are dropped, and the next gradient counts in full."""
     model, found = network(), basis(egop.Kronecker())
     refresh = egop.Online(every=1, structure=egop.Shared())
     optimizer = egop.ReparameterizedOptimizer(model, torch.optim.Adam, refresh=refresh, lr=0.1)
@@ -178,7 +178,7 @@ def test_a_shallow_copy_is_the_same_optimizer(refresh):
 
 
 def test_many_tensors_are_copied_by_one_call():
-    """By a function of torch with a private name: this notices when it is gone or works in another way."""
+    """The copy uses a private function of torch; this test fails if torch removes or changes it."""
     targets = [torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(4), torch.zeros(2, 2).mT]
     versions = [target._version for target in targets]
     sources = [torch.randn(2, 3), torch.randn(4), torch.randn(2, 2)]

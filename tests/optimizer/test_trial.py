@@ -66,7 +66,7 @@ def test_torchs_own_matrix_methods_are_found_out(name):
 
 
 def test_what_does_not_show_in_few_steps_shows_in_the_state():
-    """ScalableShampoo begins with its matrices after 25 steps."""
+    """ScalableShampoo starts to use its matrices after 25 steps."""
     found = try_optimizer(other("ScalableShampoo"), {}, {})
     assert found.reason == "it keeps 'pre_conditioner' (a PreConditioner) for a weight of shape (4, 3)"
 

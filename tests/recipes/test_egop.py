@@ -72,7 +72,7 @@ def test_excluded_weights_are_left_to_adamw():
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"rotate": False}, "rotate is for all weights"),
+        ({"rotate": False}, "rotate applies to all weights"),
         ({"lr": -0.1}, "Invalid lr value: -0.1"),
         ({"betas": (1.5, 2)}, r"betas\[0\]"),
     ],
@@ -179,7 +179,7 @@ def test_parameters_may_be_given_in_any_form(given):
 
 
 def test_groups_have_their_own_settings():
-    """From the group, written later, or by a scheduler; for matrices and all others."""
+    """Settings come from the group, a later write or a scheduler, for matrices and all other parameters."""
     model, other = network(), network()
     optimizer = make(make_groups(model, lr=0.02, betas=(0.5, 0.6)), model=model)
     parts = make_parts(other, RotatedPolarAdam, every=3)

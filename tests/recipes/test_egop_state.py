@@ -110,7 +110,7 @@ def test_state_of_another_model_is_refused_with_both_shapes():
 
 
 def test_state_follows_a_replaced_parameter():
-    """As frameworks do that wrap, move or shard a model after the optimizer was made."""
+    """Frameworks that wrap, move or shard a model after the optimizer was built do this."""
     model, other = network(), network()
     optimizer = make(model)
     train(model, optimizer, 0, 4)

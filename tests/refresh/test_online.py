@@ -92,7 +92,7 @@ def test_without_a_basis_the_first_gradient_gives_one(structure, refresh):
 @pytest.mark.parametrize("refresh", REFRESHES, ids=["iterated", "drifted"])
 @pytest.mark.parametrize("structure", RENEWABLE, ids=str)
 def test_refresh_starts_from_a_given_basis(structure, refresh):
-    """The structure of the refresh is ignored then."""
+    """In that case the refresh's structure is ignored."""
     basis = basis_of(MLP, structure=structure)
     model, plain = MLP.build(), MLP.build()
     optimizer = make_optimizer(model, refresh, basis)

@@ -103,7 +103,7 @@ def test_a_basis_that_was_read_does_not_change_later():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_low_precision_products_keep_bases_orthonormal_and_points_unchanged(precision, device):
-    """With SGD no change of basis may move the point: errors would add up over forty renewals."""
+    """With SGD no change of basis may move the point: errors would accumulate over forty renewals."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 48)).to(device)
     optimizer = online(model, torch.optim.SGD, egop.Online(every=1, structure=egop.Kronecker()), lr=0.0)

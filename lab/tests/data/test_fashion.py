@@ -20,7 +20,7 @@ def idx(values):
 
 @pytest.fixture
 def contents(monkeypatch, tmp_path):
-    """Four tiny idx files whose checksums are the expected ones; nothing is found elsewhere."""
+    """Make four tiny idx files with the expected checksums, and hide all other copies."""
     made = {}
     for kind, count in (("train", 6), ("t10k", 8)):
         made[f"{kind}-images-idx3-ubyte"] = idx(torch.arange(count * 16).view(count, 4, 4) * 2 % 256)

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def write_folder(folder, per_class=(6, 4), classes=("cat", "dog"), size=(20, 16), ending=".png"):
-    """Every class has a colour of its own; ``size`` is width and height."""
+    """Write a folder of images in which every class has its own colour; ``size`` is (width, height)."""
     numbers = np.random.default_rng(0)
     for split, count in zip(("train", "val"), per_class, strict=True):
         for label, name in enumerate(classes):

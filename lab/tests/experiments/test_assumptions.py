@@ -10,7 +10,7 @@ from fakes import verdicts
 
 
 def faked(tmp_path, monkeypatch, ratios=(0.1, 0.2, 0.3), shares=(0.2, 0.3, 0.9), dense=1.0, two=0.9):
-    """Made-up measurements of three problems."""
+    """Return the experiment with made-up measurements of three problems."""
     monkeypatch.setattr(AssumptionsExperiment, "_problems", lambda self: ["a", "b", "c"])
     found = dict(zip("abc", shares, strict=True))
     monkeypatch.setattr(AssumptionsExperiment, "_share_of_steps", lambda self, problem, optimizer: found[problem])

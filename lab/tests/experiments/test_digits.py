@@ -25,7 +25,7 @@ LOSSES = {
 
 
 def faked(tmp_path, losses, accuracy=None, only_at_chosen=False, tuned=1):
-    """Made-up runs; one of the rates has the best validation accuracy, on tuning trials perhaps another one."""
+    """Make up runs in which one rate has the best validation accuracy, and perhaps another one on tuning trials."""
     store = Store(tmp_path / "records.jsonl")
     experiment = DigitsExperiment("quick", store)
     for optimizer, rates in experiment.settings["rates"].items():
@@ -104,7 +104,7 @@ def test_a_toy_run_has_curves_of_all_methods_in_both_coordinates(tmp_path, monke
     generator = torch.Generator().manual_seed(0)
 
     def stack(bases):
-        """Random bases: finding the right ones takes longer than all of the rest."""
+        """Draw random bases: estimating real ones takes longer than the rest of the test."""
         sizes = {"0.weight": 2048, "2.weight": 320}
         return batched.Basis(
             tuple(

@@ -15,7 +15,7 @@ SHELVES = np.where(INDEX <= 41, 1.0, 0.25)
 
 
 def spectrum(rate=12.0, shelf=SHELVES):
-    """Exponential decay over some decades, with a shelf."""
+    """Return eigenvalues that decay exponentially over some decades, with a shelf."""
     return shelf * 10.0 ** (-rate * INDEX / D)
 
 

@@ -112,7 +112,7 @@ def test_runs_can_be_done_by_other_processes(toy, tmp_path):
 
 
 def outcome(loss):
-    """Straight lines on a logarithmic axis, down to a final loss that depends on the method and ν."""
+    """Return made-up losses: straight lines on a log axis down to a final loss that depends on the method and ν."""
 
     def result(config):
         count = -(-config["steps"] // config["record every"]) + 1

@@ -21,7 +21,7 @@ METHODS = ["original", "r = 3", "r = 20", "r = 3, these alone"]
 
 @pytest.fixture
 def judged(tmp_path, monkeypatch):
-    """Verdicts on made-up runs: when each rank reaches the loss 0.1, its best accuracy, its seconds."""
+    """Judge made-up runs: when each rank reaches the loss 0.1, its best accuracy, its seconds."""
 
     def go(reached, accuracy=None, seconds=None, preset="full", accuracies=None):
         class Fake:
@@ -144,7 +144,7 @@ def test_the_search_goes_along_two_lines_and_its_best_is_used(judged):
 
 
 def test_a_search_of_the_whole_grid_can_find_another_place(judged):
-    """With the first weight decay the best rate is 0.1; the best of all is a rate of 0.05 with none."""
+    """With the first weight decay the best rate is 0.1; the best overall is a rate of 0.05 without weight decay."""
     _, experiment = judged({}, accuracies={(0.1, 0.01): 0.5, (0.05, 0): 0.9})
     assert experiment.choose_rates(Method(50), "lines") == (0.1, 0.01)
     assert experiment.choose_rates(Method(50), "grid") == (0.05, 0)
@@ -164,7 +164,7 @@ def small_network():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """A 16-4-3 network and random pictures."""
+    """Use a 16-4-3 network and random images."""
     generator = torch.Generator().manual_seed(0)
     split = Split(torch.rand(120, 16, generator=generator), torch.arange(120) % 3)
     monkeypatch.setattr(fashion_runs, "fashion_mnist", lambda folder: DataSet(split, split, split))

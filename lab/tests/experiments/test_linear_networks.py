@@ -24,7 +24,7 @@ FINALS = {
 
 @pytest.fixture
 def judged(tmp_path, monkeypatch):
-    """Verdicts on made-up final losses; the second of the rates is the best one of original coordinates."""
+    """Judge made-up final losses; the second rate is the best one in original coordinates."""
 
     def go(finals, only_at_chosen=False, diverging=None, slow=True):
         def train(problem, optimizer, rates, steps, *, basis, record_every, **_):

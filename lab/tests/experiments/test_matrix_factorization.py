@@ -106,7 +106,7 @@ def test_the_full_preset_has_further_rows(tmp_path, monkeypatch):
 
 
 def outcome(decades):
-    """Relative distances to the optimum that fall by so many decades; the reconstruction error goes with them."""
+    """Return made-up distances to the optimum that fall by this many decades, and errors that fall with them."""
 
     def result(config):
         count = config["steps"] // config["record every"] + 1

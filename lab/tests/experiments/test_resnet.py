@@ -209,7 +209,7 @@ UNKNOWN = "resnet/training-accuracy"
 
 
 def ours(judged):
-    """Of what is judged, what our rule says: AdamW's lowest validation loss is the target."""
+    """Return the judgement under our own rule, with AdamW's lowest validation loss as the target."""
     return (*judged.alternatives, judged)[0]
 
 
@@ -308,7 +308,7 @@ def test_runs_on_other_images_are_not_mixed_in(tmp_path):
 
 
 def long_store(path, methods, **options):
-    """Beside short runs in which nothing holds."""
+    """Store long runs next to short ones in which no claim holds."""
     worst = dict.fromkeys(PAPER, (0.1, 10.0, 0.5, 0.3)) | {ADAMW: (0.3, 1.0, 0.0, 0.0)}
     fake_store(path, worst)
     slower = {name: (fall / 3, *others) for name, (fall, *others) in methods.items()}

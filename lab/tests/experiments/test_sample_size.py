@@ -13,7 +13,7 @@ from fakes import verdicts
 
 
 def faked(tmp_path, ends, aligned):
-    """Made-up final losses by kind of coordinates; original coordinates end at 1e-3."""
+    """Make up final losses for each kind of coordinates; original coordinates end at 1e-3."""
     one = SampleSizeExperiment("quick", Store(tmp_path / "sample-size.jsonl"))
     base = DigitsExperiment("quick", Store(tmp_path / "digits.jsonl"))
     for optimizer, lr in one.settings["rates"].items():

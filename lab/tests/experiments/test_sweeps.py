@@ -53,7 +53,7 @@ def sweep(**changed):
 
 @pytest.fixture
 def swept(tmp_path, monkeypatch):
-    """Runs a sweep and tells which trainings it took."""
+    """Return a function that runs a sweep and returns its store and the trainings that it ran."""
     path = tmp_path / "records.jsonl"
     train = batched.train
 

@@ -28,7 +28,7 @@ def tuned(losses, method):
 
 
 def bowl(best, *, beta=0.0, warmup=0.0, clip=0.0, edge=math.inf):
-    """A loss with its lowest value at given rates, and what each further hyper-parameter adds to it."""
+    """Return a loss that is lowest at the given rates, plus the given amount for each changed hyper-parameter."""
 
     def loss(run):
         if run.rate > edge:

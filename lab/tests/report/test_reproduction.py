@@ -74,7 +74,7 @@ def test_a_table_is_in_the_report(tmp_path):
 
 @pytest.fixture
 def toys(monkeypatch):
-    """A registry of toy experiments only."""
+    """Replace the registry by one that holds only toy experiments."""
     kinds = {"toy": Toy, "hungry": Hungry}
     for module in (registry, reproduce, reproduction):
         monkeypatch.setattr(module, "find_experiment", kinds.__getitem__)

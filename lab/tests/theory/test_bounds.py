@@ -129,7 +129,7 @@ def test_the_constants_of_a_hessian_are_those_of_the_definition(setting):
 
 
 def measured_ratio(setting: Setting) -> float:
-    """Not below the true ratio: the numerator holds in all of the ball, the denominator is needed at the minimum."""
+    """Bound the true ratio from above: the numerator holds in the whole ball, the denominator at the minimum."""
     rotated = setting.basis.mT @ setting.hessian @ setting.basis
     everywhere = setting.problem.hessian_lipschitz * setting.diameter * len(rotated)
     upper = theory.smoothness_sum_bounds(rotated).upper + everywhere

@@ -104,7 +104,7 @@ def test_the_hessian_of_a_matrix_factorisation_is_lipschitz_with_the_stated_cons
 
 
 def a_factorisation(shape, seed=0):
-    """Measurements, targets, a point and a direction; and the loss and its arguments as one vector."""
+    """Draw measurements, targets, a point and a direction; also return the loss and its arguments as one vector."""
     m, rows, columns, rank = shape
     measurements, targets = normal(m, rows, columns, seed=seed), normal(m, seed=seed + 1)
     pairs = [(normal(rows, rank, seed=seed + s), normal(columns, rank, seed=seed + s + 1)) for s in (2, 4)]
@@ -207,7 +207,7 @@ def test_a_kronecker_product_has_no_residual_and_gives_its_factors_back(shapes):
 
 
 def alternating_least_squares(matrix, left, right):
-    """The smallest ‖H − A⊗B‖_F / ‖H‖_F over many starts; block by block, with no SVD and no rearrangement."""
+    """Return the smallest ‖H − A⊗B‖_F / ‖H‖_F over many starts; block by block, with no SVD and no rearrangement."""
     (m, n), (p, q) = sides(left), sides(right)
     blocks = [[matrix[i * p : (i + 1) * p, j * q : (j + 1) * q] for j in range(n)] for i in range(m)]
     best = float("inf")

@@ -13,7 +13,7 @@ from egop_lab.theory.common import eigenbasis
 
 
 def adagrad(loss, start, *, lr, steps, eps, project=None):
-    """The paper's algorithm line by line: losses and gradients at the points at which gradients are taken."""
+    """Run the paper's algorithm line by line; return the loss and the gradient of each step."""
     theta, squares = start, torch.full_like(start, eps**2)
     losses, gradients = [], []
     for _ in range(steps):
@@ -28,7 +28,7 @@ def adagrad(loss, start, *, lr, steps, eps, project=None):
 
 
 def onto_box(center, half, axes):
-    """The point of the box {center + axes z, |z_i| ≤ half_i} that is nearest in a diagonal metric."""
+    """Return the projection onto the box {center + axes z, |z_i| ≤ half_i} in a diagonal metric."""
     optimize = pytest.importorskip("scipy.optimize")
 
     def project(point, metric):
@@ -96,7 +96,7 @@ def test_the_best_learning_rate_is_the_extent_and_a_ball_is_the_default():
 
 
 def waves(dimension, seed):
-    """Σ a_j (1 − cos⟨q_j, θ⟩): not convex, not below 0, and ± its Hessian is at most Σ a_j q_j q_jᵀ everywhere."""
+    """Return Σ a_j (1 − cos⟨q_j, θ⟩), nonnegative but not convex, and the bound ±Σ a_j q_j q_jᵀ on its Hessian."""
     Q = draw_orthonormal(dimension, dimension, torch.Generator().manual_seed(seed))
     weights = torch.arange(1, dimension + 1, dtype=torch.float64) ** -2
     dominating = Q * weights @ Q.mT
@@ -148,7 +148,7 @@ def test_the_gradient_bound_is_the_larger_solution_of_its_equation(smoothness, g
 
 
 def test_one_norms_of_gradients_are_not_the_same_in_both_coordinates():
-    """Why the bound is about gradients in the coordinates in which Adagrad runs, not about those of f."""
+    """So the bound has to be on gradients in the coordinates in which Adagrad runs, not on those of f."""
     setting = Setting(quadratic(12))
     gradient = setting.problem.gradient(setting.points[0])
     _, V = eigenbasis(setting.egop)

@@ -41,7 +41,7 @@ HESSIANS = {
 
 
 def slack(constants, hessian):
-    """The smallest eigenvalue of diag(L) ∓ ∇²f, relative to the largest constant."""
+    """Return the smallest eigenvalue of diag(L) ∓ ∇²f, relative to the largest constant."""
     difference = [torch.diag(constants) - sign * hessian.double() for sign in (1, -1)]
     return min(float(torch.linalg.eigvalsh(each).min()) for each in difference) / float(constants.max())
 

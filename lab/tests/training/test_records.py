@@ -123,7 +123,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
 
 def work(path):
-    """Runs that take a moment and whose results are functions of their configurations alone."""
+    """Record runs that take a moment and whose results depend on their configurations alone."""
     store = Store(path)
     for seed in range(40):
         config = {"seed": seed}

@@ -286,7 +286,7 @@ class _Racer:
         )
 
     def _search_rates(self) -> None:
-        """Search each candidate's learning rate with short runs; move on when the first stage's time is used up."""
+        """Search for each candidate's learning rate with short runs; move on when the first stage's time is used up."""
         end = self.began + _FIRST_STAGE * self.budget
         start = _START
         # The fastest first, so that slow candidates do not use up the time of the others.

@@ -172,7 +172,7 @@ def estimate_plan(
 
 
 def _check_agreement(objective: Objective, plan: Plan, generator: torch.Generator, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if the processes want different estimates, and set all generators to the first one's state."""
+    """Raise ValueError if the processes' arguments differ, and set all generators to the first one's state."""
     if processes.world_size() == 1:
         return
 
@@ -194,8 +194,8 @@ def _check_agreement(objective: Objective, plan: Plan, generator: torch.Generato
         for name, value in settings.items():
             if value != first[name]:
                 raise ValueError(
-                    f"The processes want different estimates: {name} is {first[name]:.200} in process 0 and "
-                    f"{value:.200} in process {rank}. Call it with the same arguments in all processes."
+                    f"The processes were given different arguments: {name} is {first[name]:.200} in process 0 and "
+                    f"{value:.200} in process {rank}. Use the same arguments in all processes."
                 )
     generator.set_state(state)
 

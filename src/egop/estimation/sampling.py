@@ -138,7 +138,7 @@ class _PointSource:
         self.batch_stream = RandomStream(self._draw_seeds(base, 1)[0])
 
     def take(self, start: int, count: int) -> Points:
-        """Return points, which may be taken again until later ones are taken: then their batches are gone."""
+        """Return points. They can be taken again until later ones are taken; then their batches are gone."""
         batches = self._fetch_batches(start, count)
         parts = []
         while count:

@@ -95,7 +95,7 @@ def noise_floor(dtype: torch.dtype) -> float:
     """Return the relative size below which an entry of a gradient in an eigenbasis is rounding error.
 
     Null-space directions are known only up to the rounding of the Gram matrix divided by its smallest eigenvalue, so
-    gradients have traces of weak directions there.
+    gradients leak slightly from weak directions into them.
     """
     return min(math.sqrt(torch.finfo(dtype).eps), 1e-6)
 

@@ -144,7 +144,7 @@ class RotatedPolarAdam(PolarAdam):
 
 
 def renew(grams: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
-    """Take one step of orthogonal iteration; return the new bases in coordinates of the old ones, and themselves.
+    """Take one step of orthogonal iteration; return the rotations from the old to the new bases, and the new bases.
 
     The Gram matrices are in coordinates of the old bases. Where the iteration fails, because the momentum is not
     finite, the basis stays as it is.
@@ -154,12 +154,12 @@ def renew(grams: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
     turns = torch.where(is_sound(turns, ones)[..., None, None], turns, ones)
     with exact_products():
         fresh = bases @ turns
-        # One Newton step towards the nearest orthonormal matrix, so that errors of products do not add up.
+        # One Newton step towards the nearest orthonormal matrix, so that rounding errors do not accumulate.
         return turns, 1.5 * fresh - 0.5 * fresh @ (fresh.mT @ fresh)
 
 
 def measure_rotation(momentum: Tensor, basis: Tensor | None) -> dict[str, float]:
-    """Return how far the momentum of a weight is from equal strength in all directions, and its basis from perfect."""
+    """Return the stable rank of a weight's momentum, and how far its basis is from diagonal and orthonormal."""
     if not momentum.isfinite().all():
         return {"nonfinite": 1.0}
     gram = momentum.mT @ momentum if is_tall(momentum) else momentum @ momentum.mT

@@ -247,9 +247,9 @@ class BoundParameters:
         """Return the names of the groups' current parameters. A new one takes the name that belongs to its position."""
         tensors = _list_parameters(groups)
         if len(tensors) != len(self.tensors):
-            raise ValueError("Their number has changed: add parameters by optimizer.add_param_group.")
+            raise ValueError("Their number has changed: add parameters with optimizer.add_param_group.")
         if len({id(tensor) for tensor in tensors}) < len(tensors):
-            raise ValueError("One of them is there twice.")
+            raise ValueError("One of them appears twice.")
         known = {id(tensor): name for tensor, name in zip(self.tensors, self.names, strict=True)}
         taken = {known[id(tensor)] for tensor in tensors if id(tensor) in known}
         names = [known.get(id(tensor), place) for tensor, place in zip(tensors, self.names, strict=True)]

@@ -93,7 +93,7 @@ def complete_hyperparameters(
         raise
     except Exception as error:
         raise TypeError(
-            f"{optimizer_class.__name__} cannot be made from parameter groups and {sorted(hyperparameters)}: "
+            f"{optimizer_class.__name__} cannot be built from parameter groups and {sorted(hyperparameters)}: "
             f"{type(error).__name__}: {error}. egop needs a class that is called as torch.optim.AdamW is. If this one "
             "wraps another optimizer, give egop that optimizer's class and wrap the result."
         ) from error

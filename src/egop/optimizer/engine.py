@@ -29,7 +29,7 @@ class Engine:
         self.base = base
         self.is_for_matrices = False  # whether the class treats matrices and vectors differently
         self.has_stepped = False
-        self.may_be_plain = False  # whether it is no mistake if there are no blocks
+        self.may_be_plain = False  # whether having no blocks may be intended
         self.param_groups: list[dict[str, Any]] = []
         self.layers: dict[str, Role] = {}
         self.known: ModuleIndex | None = None  # the model's names and modules

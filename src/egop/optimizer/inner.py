@@ -72,7 +72,7 @@ class BaseOptimizer:
         return inside, outside | self.outside_settings(group, outside)
 
     def inside_settings(self, group: Mapping[str, Any]) -> Group:
-        """Return the settings of a user's group that the first optimizer takes, or the other way round."""
+        """Return the settings that the first optimizer shares with a user's group, given either group."""
         return {key: value for key, value in group.items() if key not in _OWN and not key.startswith(_PREFIX)}
 
     def outside_settings(self, group: Mapping[str, Any], target: Mapping[str, Any]) -> Group:
@@ -123,11 +123,11 @@ class InnerOptimizers:
 
     @property
     def state(self) -> dict[Any, Any]:
-        """The state of both."""
+        """The state of both optimizers."""
         return self.coordinates.state
 
     def step(self) -> None:
-        """Step both."""
+        """Step both optimizers."""
         if self.outside is not None:
             step_inner(self.outside)
         step_inner(self.coordinates)
@@ -242,7 +242,7 @@ def check_lookahead(optimizer: Optimizer) -> None:
     """Raise TypeError for an optimizer that :func:`look_ahead` does not support."""
     if not callable(getattr(optimizer, "lookahead", None)) and not isinstance(optimizer, torch.optim.Adam):
         raise TypeError(
-            f"{type(optimizer).__name__} does not say what it maps a momentum to, which egop.Aligned() follows. Use "
+            f"{type(optimizer).__name__} cannot predict the update for a momentum, which egop.Aligned() needs. Use "
             "egop.optim.Sinkhorn, egop.optim.Sign, torch.optim.Adam or AdamW; or egop.Online(), which works with every "
             "optimizer."
         )

@@ -323,11 +323,11 @@ class ReparameterizedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_engine" not in state:
-            raise TypeError("Load a state by optimizer.load_state_dict(state_dict), not by __setstate__.")
+            raise TypeError("Load a state with optimizer.load_state_dict(state_dict), not with __setstate__.")
         super().__setstate__(state)
 
     def _use(self, parts: RestoredParts) -> None:
-        """Replace the working parts with those built from a state."""
+        """Install the parts that were restored from a state."""
         self._engine.exported = None
         if self.refresher is not None and parts.refresher is not None:
             self.refresher.__dict__.update(parts.refresher.__dict__)

@@ -51,12 +51,12 @@ class Stack:
             torch.stack([parameter.detach() for parameter in column]) if self._compares_values else [None] * len(blocks)
             for column in self._parameters
         ]
-        self._unknown = set(self._everyone)  # blocks of which it is not known whether they agree, as after loading
+        self._unknown = set(self._everyone)  # blocks that may not agree, as after loading
         # Whether the decoded coordinates are these values: not if they are rounded, nor if they are the coordinates.
         dtypes = {parameter.dtype for column in self._parameters for parameter in column}
         is_exact = bool(bases) and not self._has_rest and dtypes == {first.block.dtype}
         self._can_keep_decoded = self._compares_values and is_exact
-        # The blocks hold views, so that everything is there once.
+        # The blocks hold views, so that nothing is stored twice.
         for index, block in enumerate(blocks):
             block.change = block.change.with_tensors({name: tensor[index] for name, tensor in bases.items()})
         for column, stacked in zip(self._block_coordinates, self.coordinates, strict=True):
@@ -156,7 +156,7 @@ class Stack:
         self._mark_synced(written)
 
     def _find_written(self, indices: Sequence[int]) -> set[int]:
-        """Return the blocks among these whose parameters someone else may have written to."""
+        """Return those of these blocks whose parameters other code may have written to."""
         written = self._unknown.intersection(indices)
         for place, seen in enumerate(self._seen):
             if not self._compares_values:
@@ -166,7 +166,7 @@ class Stack:
         return written
 
     def invalidate(self, indices: Iterable[int] | None = None) -> None:
-        """Compare coordinates and parameters at the next step; if they do not agree, the parameters count."""
+        """Mark the coordinates as possibly stale; the next step encodes the parameters again where they differ."""
         self._unknown.update(self._everyone if indices is None else indices)
 
     def _mark_synced(self, indices: Iterable[int]) -> None:

@@ -159,9 +159,9 @@ class ExportedState:
         for key in changed | {key for key, value in before.items() if self._is_written(value)}:
             if str(key).startswith(OWN) and key in now:
                 raise ValueError(
-                    f"optimizer.state has another '{key}' than before, which cannot be changed there. Write to the "
-                    "parameter itself, use optimizer.rebase(basis), or load a whole state by "
-                    "optimizer.load_state_dict. Nothing of what was written has been taken."
+                    f"'{key}' was changed in optimizer.state, which is not supported. Write to the parameter itself, "
+                    "use optimizer.rebase(basis), or load a whole state with optimizer.load_state_dict. Nothing "
+                    "was applied."
                 )
         return bool(changed)
 
@@ -179,7 +179,7 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 def _apply_edit(entry: Entry, edited: Mapping[Any, Any], block: BoundBlock | None, parameter: Tensor) -> Entry:
-    """Return an entry with the inner optimizer's state of an edited one; if that has none, it starts anew."""
+    """Return an entry with the inner optimizer's state from an edited one; without any, the state starts afresh."""
     inner = {key: value for key, value in edited.items() if not str(key).startswith(OWN)}
     if inner and block is not None and block.originals[0] is not parameter:
         raise ValueError(
@@ -286,7 +286,7 @@ def rebuild(engine: Engine, edits: Mapping[Tensor, Mapping[Any, Any]]) -> Restor
         if not isinstance(error, (TypeError, ValueError)):
             raise
         what = "optimizer.state was changed" if edits else "The parameters in param_groups were replaced"
-        raise ValueError(f"{what}, and training cannot continue with this. {error} Nothing has been taken.") from error
+        raise ValueError(f"{what}, and training cannot continue with this. {error} Nothing was applied.") from error
     return parts
 
 
@@ -298,27 +298,27 @@ def _read_entries(state_dict: Any, engine: Engine) -> tuple[list[Mapping[str, An
     state, groups = state_dict["state"], engine.param_groups
     if not any(ABOUT in item for item in state.values() if isinstance(item, Mapping)):
         raise ValueError(
-            "It is of a plain optimizer. Moments of another coordinate system cannot be loaded: load the model's "
-            "weights alone, and start with a new optimizer."
+            "It was saved by a plain optimizer. Moments of another coordinate system cannot be loaded: load the "
+            "model's weights alone, and start with a new optimizer."
         )
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     abouts = [read_about(state[key]) for key in keys if key in state]
     sizes, wanted = ([len(group["params"]) for group in each] for each in (state_dict["param_groups"], groups))
     if sizes != wanted:
         names = [about["name"] for about in abouts]
-        raise ValueError(f"It has groups of {sizes} parameters ({names}), the optimizer of {wanted}.")
+        raise ValueError(f"It has groups of {sizes} parameters ({names}), this optimizer has {wanted}.")
     current = None
     entries = []
     for (name, parameter), key in zip(named_parameters(groups).items(), keys, strict=True):
         if key not in state and parameter.requires_grad:
-            raise ValueError(f"It has no state of '{name}'.")
+            raise ValueError(f"It has no state for '{name}'.")
         if key not in state:
             current = current or export_state(engine, complete=True)
         entries.append(current[parameter] if current is not None and key not in state else state[key])
     _check_about(list(map(read_about, entries)), groups, engine.base.name)
     others = {key: value for key, value in state.items() if key not in keys}
     if wrong := [key for key in others if not isinstance(key, str)]:
-        raise ValueError(f"It has state of {wrong}, which are not parameters.")
+        raise ValueError(f"It has state for {wrong}, which are not parameters.")
     return entries, others
 
 
@@ -328,12 +328,12 @@ def _check_about(abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
         if about["version"] != STATE_VERSION:
             raise ValueError(f"It has version {about['version']}; this egop reads {STATE_VERSION}.")
         if about["optimizer"] != inner_name:
-            raise ValueError(f"It is of {about['optimizer']}, this optimizer runs {inner_name}.")
+            raise ValueError(f"It was saved with {about['optimizer']}, but this optimizer runs {inner_name}.")
     here = {name: list(parameter.shape) for name, parameter in named_parameters(groups).items()}
     there = {about["name"]: about["shape"] for about in abouts}
     if here.keys() != there.keys():
         raise ValueError(
-            f"It is of another model: only it has {sorted(there.keys() - here.keys())}, "
+            f"It was saved for another model: only it has {sorted(there.keys() - here.keys())}, "
             f"only the optimizer has {sorted(here.keys() - there.keys())}."
         )
     for name, shape in here.items():

@@ -62,7 +62,7 @@ class WeightChoice:
         self.left: dict[str, str] = {}  # why a weight is left to AdamW
 
     def add(self, named: Mapping[str, Tensor], index: ModuleIndex | None) -> None:
-        """Decide for some parameters by their roles in the module, which are guessed if there is none."""
+        """Choose how to step these parameters by their roles in the module; without a module, guess the roles."""
         for name, role in find_roles(named, index).items():
             if role.kind in ("bias", "norm"):
                 continue

@@ -166,7 +166,7 @@ class EGOP(Optimizer):
             if param_group.get(option):
                 raise ValueError(f"egop.EGOP has no option {option}. Remove it from the parameter group.")
         if param_group.get("rotate", self.defaults["rotate"]) != self.defaults["rotate"]:
-            raise ValueError("rotate is for all weights. To leave those of a group to AdamW, name them in exclude.")
+            raise ValueError("rotate applies to all weights. To leave those of a group to AdamW, name them in exclude.")
         _make_engine(self.defaults | param_group)  # checks the settings
         super().add_param_group(param_group)
         group = self.param_groups[-1]

@@ -28,8 +28,8 @@ def check_state_dict(
     states, saved_groups = parts
     if not isinstance(states, Mapping) or not isinstance(saved_groups, list):
         raise ValueError(
-            "The state dict is incomplete or damaged: it needs 'state' and a list of 'param_groups'. Of a whole "
-            "checkpoint, load the part that optimizer.state_dict() gave."
+            "The state dict is incomplete or damaged: it needs 'state' and a list of 'param_groups'. From a whole "
+            "checkpoint, load the part that optimizer.state_dict() returned."
         )
     if len(saved_groups) != len(groups):
         raise ValueError(f"The state dict has {len(saved_groups)} parameter groups; this optimizer has {len(groups)}.")

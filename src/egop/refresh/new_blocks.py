@@ -66,8 +66,8 @@ class BlockCreatingRefresher(Refresher):
         self.created = set(created)  # names of the blocks that were created here
         self.waiting = set(waiting)  # names of those that do not have their first basis yet
         self._decided: set[str] = set()  # parameters that have been considered already
-        self._undecided: list[tuple[str, Tensor]] = []  # the others outside every block
-        self._listed_for: tuple[list[Stack], int] | None = None  # the stacks and the number of groups of that list
+        self._undecided: list[tuple[str, Tensor]] = []  # all other parameters outside every block
+        self._listed_for: tuple[list[Stack], int] | None = None  # the stacks and number of groups it was made for
 
     @property
     def unrotated(self) -> dict[str, str]:

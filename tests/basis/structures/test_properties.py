@@ -21,7 +21,7 @@ settled = settings(deadline=None, max_examples=200, derandomize=True)
 
 @st.composite
 def blocks(draw):
-    """One to three tensors of one precision."""
+    """Draw a block of one to three tensors of one precision."""
     dtype = draw(st.sampled_from(list(DTYPES)))
     names = ["a", "b", "c"][: draw(st.integers(1, 3))]
     return dtype, Block.from_tensors("block", {name: torch.zeros(draw(shapes), dtype=dtype) for name in names})
@@ -29,7 +29,7 @@ def blocks(draw):
 
 @st.composite
 def structures(draw, block):
-    """A structure that fits the block, its rank up to the dimension."""
+    """Draw a structure that fits the block, with a rank up to its dimension."""
     rank = draw(st.one_of(st.just(1), st.just(block.size), st.integers(1, block.size)))
     options = [
         egop.Identity(),
@@ -46,7 +46,7 @@ def structures(draw, block):
 
 @st.composite
 def samples(draw):
-    """A block, a structure, gradients (perhaps all zero, perhaps one) and the chunks they come in."""
+    """Draw a block, a structure, gradients (possibly a single one, possibly all zero) and a chunk size."""
     dtype, block = draw(blocks())
     structure = draw(structures(block))
     count = draw(st.one_of(st.just(1), st.integers(1, 30)))
@@ -59,7 +59,7 @@ def samples(draw):
 
 
 def finished(structure, block, gradients, chunk, parts=1):
-    """The basis of gradients that come in chunks, to several accumulators that are merged in the end."""
+    """Compute the basis of gradients added in chunks to several accumulators, which are merged at the end."""
     accumulators = [structure.accumulator(block) for _ in range(parts)]
     for index, start in enumerate(range(0, len(gradients[0]), chunk)):
         accumulators[index % parts].add([each[start : start + chunk] for each in gradients])

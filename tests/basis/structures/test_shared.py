@@ -37,7 +37,7 @@ class LayerCase:
         return block
 
     def kernels(self, weight):
-        """A row for each output, one after the other."""
+        """Stack the kernels as rows, one for each output."""
         return torch.stack([self.gather(weight, output).flatten() for output in range(self.outputs)])
 
 
@@ -50,7 +50,7 @@ def second_axis(weight, output):
 
 
 def transposed_in_groups(groups):
-    """Output channel o of group g sees the inputs of group g only; the weight is (inputs, outputs / groups, ...)."""
+    """Return a function that gathers one output's kernel from a weight stored as (inputs, outputs / groups, ...)."""
 
     def gather(weight, output):
         inputs, per_group = weight.shape[0] // groups, weight.shape[1]
@@ -78,7 +78,7 @@ layers = pytest.mark.parametrize("layer", LAYERS, ids=str)
 
 
 def gradients_of(layer, count=30, seed=0):
-    """Gradients of different sizes in different directions, and the structures' changes of basis."""
+    """Draw gradients of different sizes in different directions; return the block and the gradients."""
     block = layer.block()
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(count, block.size, generator=generator, dtype=torch.float64)

@@ -103,7 +103,7 @@ def test_the_basis_of_a_stack_is_that_of_each_of_its_matrices(structure, inputs_
 
 
 def change_of(structure, inputs_first, seed=0):
-    """A change of basis of a stack, and one for each of its matrices, stored outputs first."""
+    """Return a change of basis for a stack, and one for each of its matrices, stored outputs first."""
     shape = (EXPERTS, INPUTS, OUTPUTS) if inputs_first else (EXPERTS, OUTPUTS, INPUTS)
     tensors = {"w": torch.zeros(shape, dtype=torch.float64)}
     block = Block.from_tensors("w", tensors, (int(inputs_first),), (1,))

@@ -30,7 +30,7 @@ FITTING = [pair for pair in CROSSED if fits(*pair)]
 
 
 def crossed(pairs):
-    """One test for each structure, on its blocks in turn: pytest takes longer for a test than most of these take."""
+    """Make one test per structure, which goes through its blocks: most checks take less time than pytest's overhead."""
 
     def decorate(test):
         @pytest.mark.parametrize("structure", dict.fromkeys(structure for structure, _ in pairs), ids=str)
@@ -48,7 +48,7 @@ def crossed(pairs):
 
 
 def gradients_of(block, count=40, seed=0, dtype=torch.float64):
-    """Stacked gradients with well separated eigenvalues."""
+    """Draw stacked gradients with well separated eigenvalues."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(count, block.size, generator=generator, dtype=torch.float64)
     mixing = torch.linalg.qr(torch.randn(block.size, block.size, generator=generator, dtype=torch.float64))[0]
@@ -67,7 +67,7 @@ def vectors_of(shapes, *leading, seed=1):
 
 
 def flat(tensors, shapes):
-    """One row per point, by brute force."""
+    """Flatten to one row per point, by brute force."""
     return torch.cat([each.reshape(-1, max(1, shape.numel())) for each, shape in zip(tensors, shapes, strict=True)], 1)
 
 
@@ -277,7 +277,7 @@ def test_identity_treats_a_kernel_as_a_matrix():
 
 
 def brute_force(block, gradients):
-    """P̂, one gradient at a time."""
+    """Compute P̂ one gradient at a time."""
     P = np.zeros((block.size, block.size))
     for i in range(len(gradients[0])):
         g = np.concatenate([each[i].double().numpy().reshape(-1) for each in gradients])

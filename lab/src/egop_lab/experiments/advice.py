@@ -106,7 +106,7 @@ class _Runner:
         self.steps = self.settings["problems"][name]["steps"]
 
     def find_truth(self, candidate: str) -> None:
-        """Search the candidate's best rate with full trainings, and repeat it with the other seeds."""
+        """Search for the candidate's best rate with full training runs, and repeat it with the other seeds."""
         rates = self.settings["rates"]
         known = self._losses("EGOP") if candidate == "EGOP without rotation" else self._losses(ADAMW)
         start = _START if candidate == ADAMW else min(known, key=known.__getitem__)

@@ -216,7 +216,7 @@ def mean_ratio(blocks: Blocks) -> float:
 
 
 def share_of_steps(original: Sequence[float], turned: Sequence[float], floor: float) -> float:
-    """Return the records to the lowest value of the first curve, by the second, over its own; infinite if never."""
+    """Return the fraction of the original's steps that the second curve needs to its minimum; infinite if never."""
     target = max(min(original), floor)
     theirs, mine = first_below(original, target), first_below(turned, target)
     assert theirs is not None

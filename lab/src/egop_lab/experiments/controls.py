@@ -305,7 +305,7 @@ def _by_rate(runs: Sequence[Record]) -> dict[float, float]:
 
 
 def compute_gain(losses: Losses, kind: str) -> float:
-    """Return how many decades coordinates are below original ones, mean over rates at which nothing diverges."""
+    """Return the gain over original coordinates in decades, averaged over rates at which no run diverges."""
     shared = set.intersection(*(set(own) for own in losses.values()))
     rates = [rate for rate in shared if all(math.isfinite(own[rate]) for own in losses.values())]
     gains = [math.log10(losses[ORIGINAL][rate] / losses[kind][rate]) for rate in rates]

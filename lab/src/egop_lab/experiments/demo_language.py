@@ -39,7 +39,7 @@ _WARM_UP, _DECAY = 40, 0.4  # in steps, and as a share of all steps
 
 @dataclass(frozen=True)
 class LanguageRun:
-    """One training in turns; index 0 is the start."""
+    """One of the two alternating training runs; index 0 is the start."""
 
     optimizer: str
     lr: float
@@ -55,7 +55,7 @@ class LanguageRun:
 
 @dataclass(frozen=True)
 class Language:
-    """Results of the second half."""
+    """Results of the demo's second half, the language model."""
 
     parameters: int
     characters: int
@@ -69,7 +69,7 @@ class Language:
 
 
 def run(*, steps: int = STEPS, seed: int = 0, progress: bool = True) -> Language:
-    """Train both in turns."""
+    """Train with AdamW and EGOP, alternating between them."""
     text = read_own_source()
     sides = [_Side(name, lr, text, steps, seed) for name, lr in LEARNING_RATES.items()]
     with tqdm(total=2 * steps, desc="language model, in turns", unit="step", disable=not progress) as bar:

@@ -189,7 +189,7 @@ class ShortRuns(Experiment):
         what, number = self.measures(goal)[claim.measure]
         both = [runs[method] for method in (claim.method, claim.other)]
         one, other = (median([number(run) for run in own]) for own in both)
-        judged = self.preset == "full" and min(one, other) < math.inf  # nothing to compare if neither gets there
+        judged = self.preset == "full" and min(one, other) < math.inf  # nothing to compare if neither reaches the goal
         whole = [median([_total(claim.measure, run) for run in own]) for own in both]
         numbers = f"{claim.method}: {format_number(one, 3)}; {claim.other}: {format_number(other, 3)}"
         return Judgement(
@@ -318,7 +318,7 @@ def _seconds_to(run: Record, goal: float) -> float:
 
 
 def _total(measure: str, run: Record) -> float:
-    """Return the total of a run: a lower bound on what it takes to a goal that it does not reach."""
+    """Return the total cost of a run: a lower bound on the cost of a goal that it does not reach."""
     if measure == "epochs":
         return float(run.config["epochs"])
     return float(run.result["seconds"][-1]) if measure == "seconds" else math.inf

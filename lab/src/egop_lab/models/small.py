@@ -69,6 +69,6 @@ def scores(model: nn.Module, train: Batch, validation: Batch, test: Batch) -> di
 
 
 def accuracy(model: nn.Module, batch: Batch) -> Tensor:
-    """Compute the share of examples whose largest output is the right one."""
+    """Compute the fraction of examples that are classified correctly."""
     features, labels = batch
     return (model(features).argmax(dim=1) == labels).float().mean()

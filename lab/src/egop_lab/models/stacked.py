@@ -34,7 +34,7 @@ def cross_entropy(point: Point, features: Tensor, labels: Tensor) -> Tensor:
 
 
 def accuracy(point: Point, features: Tensor, labels: Tensor) -> Tensor:
-    """Compute the share of images whose largest output is the right one, (trials, rates)."""
+    """Compute the fraction of images that are classified correctly, (trials, rates)."""
     largest = logits(point, features).max(-2).indices  # several times faster here than argmax
     return (largest == labels[:, None]).float().mean(-1)
 

@@ -115,7 +115,7 @@ def build_polar(setup: Setup, kind: type[Optimizer] = PolarAdam, **options: Any)
 
 
 def group_by_shape(weights: Sequence[Tensor], members: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return groups of weights of one shape with the size of EGOP's updates; members are what to put there."""
+    """Group weights by shape, with EGOP's update size for each group; put ``members`` in place of the weights."""
     groups: dict[torch.Size, dict[str, Any]] = {}
     for weight, member in zip(weights, members, strict=True):
         gain = math.sqrt(max(1, weight.shape[0] / math.prod(weight.shape[1:])))
@@ -125,7 +125,7 @@ def group_by_shape(weights: Sequence[Tensor], members: Sequence[Any]) -> list[di
 
 
 def build_egop(setup: Setup) -> Optimizer:
-    """Build what egop.EGOP is, with the outside betas of every other arm; ``beta`` is PolarAdam's beta2."""
+    """Build EGOP, with the same outside betas as every other method; ``beta`` is PolarAdam's beta2."""
     return build_polar(setup, RotatedPolarAdam)
 
 

@@ -35,7 +35,7 @@ _START_SECONDS = 45  # imports, data, CUDA graphs and the compilation of kernels
 
 
 def work(connection: Connection, folder: str | None, device_name: str, info: Mapping[str, Any]) -> None:
-    """Make the runs that arrive over a connection, until it closes or a run fails."""
+    """Do the runs that arrive over a connection, until it closes or a run fails."""
     import torch
 
     from egop_lab.race.problems import make_problem
@@ -63,7 +63,7 @@ def work(connection: Connection, folder: str | None, device_name: str, info: Map
 
 
 class Worker:
-    """A process that makes runs, and the run that it is making."""
+    """A process that does runs, and its current run."""
 
     def __init__(self, *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -89,7 +89,7 @@ class Worker:
             return run, "the worker process died"
 
     def stop(self) -> None:
-        """End the process, with the run that it may be making."""
+        """End the process and any run in progress."""
         self.connection.close()  # which ends an idle one
         self.process.join(10 if self.run is None and not self.is_new else 0)
         self.process.kill()
@@ -97,7 +97,7 @@ class Worker:
 
 
 class Race:
-    """Decides which runs are made, hands them to workers, and writes their records.
+    """A scheduler that decides which runs to do, hands them to workers, and writes their records.
 
     Args:
         tasks: the tasks, in order.

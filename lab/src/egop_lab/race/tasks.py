@@ -111,7 +111,7 @@ class Task:
     step_seconds: float = 0.01
 
     def length(self, multiple: float) -> int:
-        """Return the number of steps of a run that is a multiple as long."""
+        """Return the number of steps of a run that is this many times as long."""
         return round(self.steps * multiple)
 
 

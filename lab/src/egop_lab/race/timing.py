@@ -23,7 +23,7 @@ from egop_lab.race.train import configure_torch, make_optimizer, take_step
 
 
 def time_steps(problem: Problem, task: Task, method: str, warm: int, steps: int) -> float:
-    """Return the mean seconds of a step with a new optimizer, after some that nobody times.
+    """Return the mean seconds of a step with a new optimizer, after some untimed ones.
 
     EGOP renews its bases ever more rarely, and then once in many steps. So it is timed as late in a training: once
     without and once with a renewal, each weighted by how often it occurs.
@@ -58,7 +58,7 @@ def time_steps(problem: Problem, task: Task, method: str, warm: int, steps: int)
 
 
 def _move_counters(optimizer: RotatedPolarAdam, step: int) -> None:
-    """Let an optimizer believe that it has taken this many steps, which decides when bases are renewed."""
+    """Set an optimizer's step counters, which decide when bases are renewed."""
     for state in optimizer.state.values():
         state["step"].fill_(step)
 

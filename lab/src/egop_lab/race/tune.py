@@ -55,7 +55,7 @@ Losses = Mapping[Run, float]
 
 
 def read_run(record: Mapping[str, Any]) -> Run:
-    """Return the run that a record is of."""
+    """Return the run that a record describes."""
     return Run(**{field.name: record[field.name] for field in dataclasses.fields(Run)})
 
 

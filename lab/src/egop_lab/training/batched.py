@@ -223,7 +223,7 @@ class Coordinates:
 
 
 class _Stepper:
-    """Steps one by one, or replayed: one CUDA graph for each shape of batch."""
+    """A stepper that takes steps one by one, or replays them from one CUDA graph per batch shape."""
 
     def __init__(self, problem: Problem, coordinates: Coordinates, rule: Rule, graphs: bool) -> None:
         self._problem, self._coordinates, self._rule, self._graphs = problem, coordinates, rule, graphs

@@ -330,7 +330,7 @@ def _pretrain_gpt(seed: int, data: str | None) -> nn.Module:
 
 
 def _further_digits(seed: int, data: str | None) -> Task:
-    """Train all of a network further, on transposed digits."""
+    """Continue training a whole network, on transposed digits."""
     return _digits(seed, data, lambda: copy.deepcopy(_pretrain_cnn(seed)), transposed=True)
 
 

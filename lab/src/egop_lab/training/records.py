@@ -41,7 +41,7 @@ def config_key(config: Mapping[str, Any]) -> str:
 
 
 class Store:
-    """The finished runs of one experiment: JSON lines, appended and synced, so that a kill loses only what ran.
+    """The finished runs of one experiment: JSON lines, appended and synced, so that a kill loses only unfinished runs.
 
     Runs that are added together share a line, in which what they have in common is written once. A line that is cut off
     (the process died while writing it) is dropped when the store is opened, and its runs are done again. Any other line

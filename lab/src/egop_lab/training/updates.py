@@ -34,7 +34,7 @@ class Rule(abc.ABC):
         """Take one step."""
 
     def zeros(self) -> list[Tensor]:
-        """Return state of the size of the leaves."""
+        """Return state tensors of zeros, one like each leaf."""
         return [torch.zeros_like(leaf, requires_grad=False) for leaf in self.leaves]
 
 
