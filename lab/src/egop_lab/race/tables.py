@@ -70,19 +70,19 @@ def final_losses(records: Records, task: Task, method: str) -> dict[int, float]:
 
 
 def longer_losses(records: Records, task: Task, method: str = "AdamW") -> dict[float, dict[int, float]]:
-    """Return the test losses of longer trainings, by how many times as long they are."""
+    """Return the test losses of longer training runs, by how many times as long they are."""
     losses = read_losses(records.values())
     choice = choose_run(task, method, losses)
     found = {1.0: final_losses(records, task, method)}
-    for multiple in task.multiples if choice else ():
-        longer = plan_longer(task, choice, multiple, losses) if choice else []
+    for multiple in task.multiples:
+        longer = plan_longer(task, choice, multiple, losses) if choice else None
         if isinstance(longer, Run):
             found[multiple] = read_test_losses(final_runs(task, longer, multiple), records)
     return {multiple: some for multiple, some in found.items() if some}
 
 
 def steps_needed(means: Mapping[float, float], loss: float) -> str:
-    """Say how many times as long a training must be to end at a loss, given the mean losses of finished ones.
+    """Say how many times as long a training run must be to end at a loss, given the mean losses of finished ones.
 
     Between two lengths the loss is taken to be linear in the number of steps.
     """
@@ -120,8 +120,8 @@ def make_results_table(records: Records, times: Times) -> list[list[str]]:
     for task in _list_tasks(records):
         losses = {method: final_losses(records, task, method) for method in METHODS}
         means = {multiple: statistics.fmean(some.values()) for multiple, some in longer_losses(records, task).items()}
-        ours = losses["EGOP"].values()
-        needed = f"{steps_needed(means, statistics.fmean(ours))} the steps" if ours and len(means) > 1 else _MISSING
+        ours = statistics.fmean(losses["EGOP"].values())
+        needed = f"{steps_needed(means, ours)} the steps" if len(means) > 1 else _MISSING
         rows.append([TITLES[task.name], *(format_losses(task, some) for some in losses.values()), needed])
     return _drop_empty_columns(rows)
 
@@ -152,11 +152,10 @@ def make_rates_table(records: Records, times: Times) -> list[list[str]]:
     rows = [["learning rate", "AdamW's best", "EGOP's best", "EGOP at AdamW's: above its own best"]]
     losses = read_losses(records.values())
     for task in _list_tasks(records):
-        if all(choose_run(task, method, losses) for method in ("AdamW", "EGOP")):
-            adamw, tuning = (start_tuning(task, method, losses) for method in ("AdamW", "EGOP"))
-            above = tuning.median(rate=adamw.best) - tuning.tried[tuning.best]
-            rates = [f"{1e-3 * 2 ** (rate / 2):.1e}".replace("e-0", "e-") for rate in (adamw.best, tuning.best)]
-            rows.append([TITLES[task.name], *rates, _MISSING if math.isnan(above) else f"{above:.3f}"])
+        adamw, tuning = (start_tuning(task, method, losses) for method in ("AdamW", "EGOP"))
+        above = tuning.median(rate=adamw.best) - tuning.tried[tuning.best]
+        rates = [f"{1e-3 * 2 ** (rate / 2):.1e}".replace("e-0", "e-") for rate in (adamw.best, tuning.best)]
+        rows.append([TITLES[task.name], *rates, _MISSING if math.isnan(above) else f"{above:.3f}"])
     return rows
 
 
@@ -184,8 +183,7 @@ def make_reach_table(records: Records, times: Times) -> list[list[str]]:
         network = "compiled" if task.compiled else "CUDA graph"
         base, own = (times.get((task.name, network, method)) for method in ("AdamW", "EGOP"))
         mean = statistics.fmean(parts)
-        seconds = mean * statistics.median(_divide(own, base)) if base and own else math.nan
-        time = _MISSING if math.isnan(seconds) else f"{100 * seconds:.0f} %"
+        time = f"{100 * mean * statistics.median(_divide(own, base)):.0f} %" if base and own else _MISSING
         span = f" ({100 * min(parts):.0f} to {100 * max(parts):.0f} %)" if len(parts) > 1 else " (1 seed)"
         rows.append([TITLES[task.name], f"{100 * mean:.0f} %{span}", time])
     return rows

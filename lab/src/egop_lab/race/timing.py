@@ -25,8 +25,8 @@ from egop_lab.race.train import configure_torch, make_optimizer, take_step
 def time_steps(problem: Problem, task: Task, method: str, warm: int, steps: int) -> float:
     """Return the mean seconds of a step with a new optimizer, after some untimed ones.
 
-    EGOP renews its bases ever more rarely, and then once in many steps. So it is timed as late in a training: once
-    without and once with a renewal, each weighted by how often it occurs.
+    EGOP renews its bases ever more rarely, and then once in many steps. So it is timed as it runs later in training:
+    once without and once with a renewal, each weighted by how often it occurs.
     """
     known = "SOAP" if method == "SOAP, package" else method
     beta, rate = task.betas[known][0], task.guesses[known] - 8  # a small rate: nothing may diverge

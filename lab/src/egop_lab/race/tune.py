@@ -28,7 +28,7 @@ RULES = """
    but for rates that are added at an end, and for combinations that are single variants and so have been run once
    already.
 3. Tuning uses the validation part only. The test part is evaluated by final runs alone, once, at their end.
-4. Final runs have the seeds 0, 1, ...: eight on GPT 6x384, five elsewhere, three on GPT 124M. At a seed all methods
+4. Final runs have the seeds 0, 1, ...: eight on GPT 6x384, five elsewhere, three on Python code. At a seed all methods
    have the same initialisation and the same batches.
 5. Parameters that a method does not step (embeddings, head, norms) are stepped by AdamW with betas (0.9, beta2 of the
    task), and the same learning rate and weight decay, in every arm.
@@ -36,11 +36,11 @@ RULES = """
    for each length: three rates around its best one, more until the best has a tried rate on both sides; three tuning
    seeds, and then the final seeds.
 7. On all other tasks only the rate is tuned: three rates around a guess, more until the best has a tried rate on both
-   sides; on GPT 124M (gpt-12x768-code), where a run takes a minute, by runs of a quarter of the steps. The rest is the
-   same for all methods: 50 steps of warm-up, clipping at 1.0, momentum 0.9, beta2 0.95 on text and 0.99 on images (on
-   text, what most of the rivals chose on gpt-6x384-400). (Since 2026-11-18, before any of their runs: the full tuning
-   of seven methods would take an hour of GPU time for each task.) GPT 124M is tuned with one seed. (Since 2026-11-18,
-   before its first run: three seeds would take a further half hour.)
+   sides; on Python code (gpt-12x768-code), where a run takes a minute, by runs of a quarter of the steps. The rest is
+   the same for all methods: 50 steps of warm-up, clipping at 1.0, momentum 0.9, beta2 0.95 on text and 0.99 on images
+   (on text, what most of the rivals chose on gpt-6x384-400). (Since 2026-11-18, before any of their runs: the full
+   tuning of seven methods would take an hour of GPU time for each task.) Python code has one tuning seed. (Since
+   2026-11-18, before its first run: three seeds would take a further half hour.)
 8. SGD with momentum is one more rival on ResNet-34 (momentum 0.9). It steps all parameters.
 9. EGOP in a random rotation is a control: it runs with EGOP's tuned values. (Since 2026-11-18, before its first run.)
    On all tasks but gpt-6x384-400 so is PolarAdam, which is EGOP without a rotation. (Since 2026-11-18; on GPT 12x768
@@ -203,7 +203,7 @@ def final_runs(task: Task, choice: Run, multiple: float = 1.0) -> list[Run]:
 def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = "AdamW") -> list[Run]:
     """Return the runs that the rules ask for now, in the order to make them; empty when the task is finished.
 
-    More may follow once these are done. Tuning comes first, then the final runs seed by seed, then the longer trainings
+    More may follow once these are done. Tuning comes first, then the final runs seed by seed, then the longer runs
     of the baseline.
 
     Args:
