@@ -16,6 +16,7 @@ STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365}  # 97.5 % quantile
 EGOP, ADAMW = "EGOP", "AdamW"
 # For each task: steps, steps of its tuning runs, tuning seeds, final seeds.
 TASKS = {
+    "gpt-4x144-400": (400, 400, 3, 5),
     "gpt-6x384-400": (400, 400, 3, 8),
     "gpt-12x768-400": (400, 400, 3, 5),
     "gpt-12x768-code": (573, 144, 1, 3),

@@ -53,7 +53,8 @@ def test_every_method_learns_and_repeats_itself(problem, method):
 def test_methods_start_from_the_same_point_with_the_same_batches(problem):
     results = [train(problem, TINY, tiny_run(method)) for method in METHOD_NAMES]
     assert len({result["first losses"][0] for result in results}) == 1
-    assert len({result["first digest"]["norm"] for result in results}) == len(METHOD_NAMES)
+    # Renewals every 20 steps make no difference to the first three.
+    assert len({result["first digest"]["norm"] for result in results}) == len(METHOD_NAMES) - 1
     other = train(problem, TINY, tiny_run(seed=1))
     assert other["first losses"][0] != results[0]["first losses"][0]
 

@@ -4,6 +4,7 @@ r"""The race: optimizers trained on the same tasks under rules that were fixed b
 - ``tasks.py``: the tasks and the hyper-parameters of a run. A new task is one entry in ``TASKS``.
 - ``methods.py``: builds the optimizer of each method. A new method is one function in ``METHODS``, and needs a guess
   and its beta values in every task that should race it (``guesses`` and ``betas``).
+- ``variants.py``: variants of EGOP that are raced against it.
 - ``data.py``: loads texts, tokens and images. ``problems.py``: models with their data. ``train.py``: the training loop.
 - ``run.py``: ``python -m egop_lab.race.run``; worker processes share one GPU, records are appended to a JSONL file.
 - ``timing.py``: ``python -m egop_lab.race.timing``; times that ``run`` records are of runs that share the GPU.

@@ -19,6 +19,7 @@ import egop
 from egop.optim import PolarAdam, RotatedPolarAdam
 from egop_lab.builders import CombinedOptimizer
 from egop_lab.muon import Muon, NorMuon
+from egop_lab.race.variants import VariantPolarAdam
 
 BASELINE = "AdamW"
 _MEMORY = "8GiB"  # for all bases: no method is to lack one
@@ -111,7 +112,7 @@ def build_polar(setup: Setup, kind: type[Optimizer] = PolarAdam, **options: Any)
     def build(weights: Sequence[Tensor], **shared: Any) -> Optimizer:
         return kind(group_by_shape(weights, weights), **shared)
 
-    return build_beside(setup, build, betas=(0.9, setup.beta), **options)
+    return build_beside(setup, build, **{"betas": (0.9, setup.beta), **options})
 
 
 def group_by_shape(weights: Sequence[Tensor], members: Sequence[Any]) -> list[dict[str, Any]]:
@@ -127,6 +128,12 @@ def group_by_shape(weights: Sequence[Tensor], members: Sequence[Any]) -> list[di
 def build_egop(setup: Setup) -> Optimizer:
     """Build EGOP, with the same outside betas as every other method; ``beta`` is PolarAdam's beta2."""
     return build_polar(setup, RotatedPolarAdam)
+
+
+def build_of_momentum(setup: Setup) -> Optimizer:
+    """Build EGOP with the running mean of the momentum's squares, which forgets twice as fast."""
+    betas = (0.9, 2 * setup.beta - 1)
+    return build_polar(setup, VariantPolarAdam, betas=betas, of_momentum=True)
 
 
 def build_random(setup: Setup) -> Optimizer:
@@ -149,5 +156,8 @@ METHODS: dict[str, Callable[[Setup], Optimizer]] = {
     "PolarAdam": build_polar,
     "EGOP": build_egop,
     "EGOP, random rotation": build_random,
+    "EGOP, squared momentum": build_of_momentum,
+    "EGOP, both sides": lambda setup: build_polar(setup, VariantPolarAdam, both_sides=True),
+    "EGOP, renewed every 20 steps": lambda setup: build_polar(setup, RotatedPolarAdam, every=20),
     "SOAP, package": build_package_soap,
 }

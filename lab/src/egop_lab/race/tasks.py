@@ -49,7 +49,8 @@ class Run:
 # The base value of each method's tuned decay, and the one that is tried against it. The outside AdamW keeps the task's
 # beta2 in every arm but AdamW's own, where it is the whole optimizer.
 _MATRICES = {"Muon": (0.95, 0.9), "NorMuon": (0.95, 0.9)}
-_ADAMS = ("AdamW", "SOAP", "PolarAdam", "EGOP", "EGOP, random rotation")
+VARIANTS = ("EGOP, squared momentum", "EGOP, both sides", "EGOP, renewed every 20 steps")
+_ADAMS = ("AdamW", "SOAP", "PolarAdam", "EGOP", "EGOP, random rotation", *VARIANTS)
 TEXT_BETAS = {**dict.fromkeys(_ADAMS, (0.95, 0.99)), **_MATRICES}
 IMAGE_BETAS = {**dict.fromkeys(_ADAMS, (0.99, 0.999)), **_MATRICES, "SGD": (0.9, 0.95)}
 
@@ -100,7 +101,9 @@ class Task:
     room: int = 2
     tuning_steps: int | None = None
     tuning_seeds: int = len(TUNING_SEEDS)
-    controls: Mapping[str, str] = field(default_factory=lambda: {"EGOP, random rotation": "EGOP"})
+    controls: Mapping[str, str] = field(
+        default_factory=lambda: dict.fromkeys(("EGOP, random rotation", *VARIANTS), "EGOP")
+    )
     beta2: float = 0.95
     weight_decay: float = 0.1
     multiples: tuple[float, ...] = (1.5, 2.0, 3.0)
@@ -116,7 +119,7 @@ class Task:
 
 
 def _guess(adamw: int, muon: int, normuon: int, soap: int, egop: int, **further: int) -> dict[str, int]:
-    own = dict.fromkeys(("PolarAdam", "EGOP", "EGOP, random rotation"), egop)
+    own = dict.fromkeys(("PolarAdam", "EGOP", "EGOP, random rotation", *VARIANTS), egop)
     return {"AdamW": adamw, "Muon": muon, "NorMuon": normuon, "SOAP": soap, **own, **further}
 
 
@@ -125,7 +128,7 @@ _TINY: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2}
 _WIKITEXT: dict[str, Any] = {"data": "wikitext-2", "model": _SMALL, "batch": 64, "seeds": 8}
 # Of all tasks but the first only the rate is tuned.
 _RATE_ONLY: dict[str, Any] = {"warmups": (50,), "clips": (1.0,), "room": 1}
-_RATE_ONLY["controls"] = {"PolarAdam": "EGOP", "EGOP, random rotation": "EGOP"}
+_RATE_ONLY["controls"] = dict.fromkeys(("PolarAdam", "EGOP, random rotation", *VARIANTS), "EGOP")
 _LARGE_BETAS: dict[str, tuple[float, ...]] = {**dict.fromkeys(_ADAMS, (0.95,)), "Muon": (0.9,), "NorMuon": (0.9,)}
 _IMAGES: dict[str, Any] = {"data": "imagenette", "batch": 128, "seeds": 5, "beta2": 0.99, **_RATE_ONLY}
 _IMAGES["betas"] = _LARGE_BETAS | dict.fromkeys(_ADAMS, (0.99,)) | {"SGD": (0.9,)}
