@@ -45,6 +45,13 @@ METHODS = {
     "SOAP": "SOAP",
     "SGD": "SGD",
 }
+VARIANTS = {
+    "PolarAdam": "no rotation (`rotate=False`)",
+    "EGOP, random rotation": "random rotation",
+    "EGOP, squared momentum": "squares of the momentum instead of the gradient",
+    "EGOP, both sides": "both sides of a weight rotated",
+    "EGOP, renewed every 20 steps": "renewed every 20 steps instead of 200",
+}
 CONTROLS = {"EGOP": "EGOP", "PolarAdam": "`rotate=False`", "EGOP, random rotation": "random rotation"}
 _MISSING = "–"
 _MARKED = re.compile(r"(<!-- race: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
@@ -57,16 +64,16 @@ def choose_run(task: Task, method: str, losses: Losses) -> Run | None:
     return plan_tuning(task, [method], losses)[1].get(method) if method in task.guesses else None
 
 
-def read_test_losses(runs: Sequence[Run], records: Records) -> dict[int, float]:
-    """Return the test losses of final runs by seed; empty if one diverged."""
-    found = {run.seed: records[run]["test"] for run in runs if run in records}
+def read_final(runs: Sequence[Run], records: Records, part: str = "test") -> dict[int, float]:
+    """Return the losses of final runs by seed; empty if one diverged."""
+    found = {run.seed: records[run][part] for run in runs if run in records}
     return {} if None in found.values() else found
 
 
-def final_losses(records: Records, task: Task, method: str) -> dict[int, float]:
-    """Return the test losses of a method as tuned, by seed."""
+def final_losses(records: Records, task: Task, method: str, part: str = "test") -> dict[int, float]:
+    """Return the losses of a method as tuned, by seed."""
     choice = choose_run(task, method, read_losses(records.values()))
-    return read_test_losses(final_runs(task, choice), records) if choice else {}
+    return read_final(final_runs(task, choice), records, part) if choice else {}
 
 
 def longer_losses(records: Records, task: Task, method: str = "AdamW") -> dict[float, dict[int, float]]:
@@ -77,7 +84,7 @@ def longer_losses(records: Records, task: Task, method: str = "AdamW") -> dict[f
     for multiple in task.multiples:
         longer = plan_longer(task, choice, multiple, losses) if choice else None
         if isinstance(longer, Run):
-            found[multiple] = read_test_losses(final_runs(task, longer, multiple), records)
+            found[multiple] = read_final(final_runs(task, longer, multiple), records)
     return {multiple: some for multiple, some in found.items() if some}
 
 
@@ -133,6 +140,16 @@ def make_controls_table(records: Records, times: Times) -> list[list[str]]:
         losses = {method: final_losses(records, task, method) for method in CONTROLS}
         gain = format_difference(losses["EGOP"], losses["PolarAdam"])
         rows.append([TITLES[task.name], *(format_losses(task, some) for some in losses.values()), gain])
+    return rows
+
+
+def make_variants_table(records: Records, times: Times) -> list[list[str]]:
+    """Return how much higher the validation loss of variants is than EGOP's at the same seeds."""
+    task = TASKS["gpt-6x384-400"]
+    ours = final_losses(records, task, "EGOP", "validation")
+    rows = [["variant", f"validation loss minus EGOP's, {TITLES[task.name]}"]]
+    for method, title in VARIANTS.items():
+        rows.append([title, format_difference(final_losses(records, task, method, "validation"), ours)])
     return rows
 
 
@@ -213,6 +230,7 @@ def make_times_table(records: Records, times: Times) -> list[list[str]]:
 TABLES: Mapping[str, Callable[[Records, Times], list[list[str]]]] = {
     "results": make_results_table,
     "controls": make_controls_table,
+    "variants": make_variants_table,
     "rates": make_rates_table,
     "growth": make_growth_table,
     "longer": make_longer_table,
