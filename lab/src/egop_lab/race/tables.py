@@ -123,7 +123,7 @@ def format_difference(losses: Mapping[int, float], others: Mapping[int, float]) 
 
 def make_results_table(records: Records, times: Times) -> list[list[str]]:
     """Return the test loss of each method on each task, and how many times as long AdamW must train to match EGOP."""
-    rows = [["test loss", *METHODS.values(), "AdamW matches EGOP with"]]
+    rows = [["test loss", *METHODS.values(), "AdamW needs, to match EGOP"]]
     for task in _list_tasks(records):
         losses = {method: final_losses(records, task, method) for method in METHODS}
         means = {multiple: statistics.fmean(some.values()) for multiple, some in longer_losses(records, task).items()}
