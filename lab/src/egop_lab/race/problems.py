@@ -129,7 +129,7 @@ def _read_text(task: Task, folder: str | None, device: torch.device) -> Data:
         "validation": cut_windows(text.validation, length),
         "test": cut_windows(text.test, length),
     }
-    size = task.batch // 4 if task.compiled else 2 * task.batch  # many logits take much memory
+    size = task.batch // 4 if task.data == "code" else 2 * task.batch  # many logits take much memory
     parts = {part: [_shift(some) for some in every.split(size)] for part, every in windows.items()}
 
     def draw(seed: int, steps: int) -> Iterator[Batch]:

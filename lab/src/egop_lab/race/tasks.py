@@ -145,6 +145,7 @@ _ALL = (
         guesses=_guess(1, 4, 3, 3, 1),
         betas=_LARGE_BETAS,
         multiples=(),
+        compiled=True,
         **_WIKITEXT,
         **_RATE_ONLY,
     ),

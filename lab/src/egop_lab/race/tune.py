@@ -50,6 +50,10 @@ RULES = """
    validation loss to EGOP's at the same seeds decides. (Since 2026-11-18, before their first run.)
 10. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
 11. EGOP also makes tuning runs at AdamW's best rate, to see what it loses there. (Since 2026-11-18.)
+12. On Python code AdamW also makes full-length runs at the two rates next to its best one, with seed 0, to see whether
+   tuning by shorter runs has chosen well. (Since 2026-11-18, before their first run.)
+13. GPT 6x384 with 1,600 steps trains with torch.compile instead of CUDA graphs, which is faster, in all arms. (Since
+   2026-11-18, before its first run.)
 """
 
 _FARTHEST = 40  # grid places from the guess at which the search for a rate gives up
@@ -203,6 +207,11 @@ def final_runs(task: Task, choice: Run, multiple: float = 1.0) -> list[Run]:
     return [dataclasses.replace(choice, steps=task.length(multiple), seed=seed) for seed in range(task.seeds)]
 
 
+def check_rate(task: Task, choice: Run) -> list[Run]:
+    """Return full-length runs at the rates on both sides of one that was tuned by shorter runs."""
+    return [dataclasses.replace(choice, steps=task.steps, seed=0, rate=choice.rate + side) for side in (1, -1)]
+
+
 def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = "AdamW") -> list[Run]:
     """Return the runs that the rules ask for now, in the order to make them; empty when the task is finished.
 
@@ -221,6 +230,8 @@ def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = "Ad
         runs += start_tuning(task, "EGOP", losses).missing_runs(at_baseline)
     finals = [final_runs(task, choice) for choice in choices.values()]
     runs += [run for seed in zip(*finals, strict=True) for run in seed]
+    if task.tuning_steps and baseline in choices:
+        runs += check_rate(task, choices[baseline])
     for multiple in task.multiples if baseline in choices else ():
         longer = plan_longer(task, choices[baseline], multiple, losses)
         runs += final_runs(task, longer, multiple) if isinstance(longer, Run) else longer
