@@ -50,12 +50,14 @@ RULES = """
    validation loss to EGOP's at the same seeds decides. (Since 2026-11-18, before their first run.)
 10. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
 11. EGOP also makes tuning runs at AdamW's best rate, to see what it loses there. (Since 2026-11-18.)
-12. On Python code AdamW also makes full-length runs at the two rates next to its best one, with seed 0, to see whether
-   tuning by shorter runs has chosen well. (Since 2026-11-18, before their first run.)
+12. On Python code AdamW's rate is tuned again by full-length runs with seed 0: three rates around its best one, more
+   until the best has a tried rate on both sides; the validation loss decides. (Since 2026-11-18, after three of these
+   runs, which were to check whether shorter runs had chosen well: a rate of 1e-3 was better than 7e-4.)
 13. GPT 6x384 with 1,600 steps trains with torch.compile instead of CUDA graphs, which is faster, in all arms. (Since
    2026-11-18, before its first run.)
 """
 
+BASELINE = "AdamW"  # which also runs for longer
 _FARTHEST = 40  # grid places from the guess at which the search for a rate gives up
 
 Losses = Mapping[Run, float]
@@ -78,11 +80,11 @@ class Tuning:
         losses: of all runs so far.
         base: a run with the base hyper-parameters; its rate is where the search starts, its seed is ignored.
         room: how many tried rates the best one must have on both sides.
-        seeds: how many tuning seeds each setting gets.
+        seeds: with which each setting is run.
     """
 
-    def __init__(self, losses: Losses, base: Run, room: int, seeds: int) -> None:
-        self.losses, self.base, self.room, self.seeds = losses, base, room, TUNING_SEEDS[:seeds]
+    def __init__(self, losses: Losses, base: Run, room: int, seeds: Sequence[int]) -> None:
+        self.losses, self.base, self.room, self.seeds = losses, base, room, seeds
         span = range(base.rate - _FARTHEST, base.rate + _FARTHEST + 1)
         medians = {rate: self.median(rate=rate) for rate in span}
         self.tried = {rate: median for rate, median in medians.items() if not math.isnan(median)}
@@ -137,7 +139,7 @@ class Tuning:
             return missing
         medians = {name: self.median(rate=rate, **{name: value}) for name, value in variants.items()}
         winners = {name: variants[name] for name, median in medians.items() if median < self.tried[rate]}
-        again = Tuning(self.losses, dataclasses.replace(self.base, rate=rate, **winners), room=1, seeds=len(self.seeds))
+        again = Tuning(self.losses, dataclasses.replace(self.base, rate=rate, **winners), room=1, seeds=self.seeds)
         if rates := again.missing_rates():
             return again.missing_runs(rates)
         best = min(winners, key=lambda name: medians[name], default=None)
@@ -158,7 +160,14 @@ def start_tuning(task: Task, method: str, losses: Losses) -> Tuning:
         warmup=task.warmups[0],
         clip=task.clips[0],
     )
-    return Tuning(losses, base, room=task.room, seeds=task.tuning_seeds)
+    return Tuning(losses, base, room=task.room, seeds=TUNING_SEEDS[: task.tuning_seeds])
+
+
+def tune_again(choice: Run, steps: int, losses: Losses, seeds: Sequence[int]) -> Run | list[Run]:
+    """Return a run of another length with its tuned rate; or, while that is open, the runs that are missing."""
+    tuning = Tuning(losses, dataclasses.replace(choice, steps=steps), room=1, seeds=seeds)
+    rates = tuning.missing_rates()
+    return tuning.missing_runs(rates) if rates else dataclasses.replace(tuning.base, rate=tuning.best)
 
 
 def list_variants(task: Task, method: str) -> dict[str, Any]:
@@ -180,6 +189,8 @@ def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[lis
             continue
         has_rate.append(tuning)
         found = tuning.choose(list_variants(task, method))
+        if isinstance(found, Run) and method == BASELINE and task.tuning_steps:
+            found = tune_again(found, task.steps, losses, seeds=(0,))
         if isinstance(found, Run):
             choices[method] = found
         else:
@@ -197,9 +208,7 @@ def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[lis
 
 def plan_longer(task: Task, choice: Run, multiple: float, losses: Losses) -> Run | list[Run]:
     """Return a longer run with its tuned rate; or, while that is open, the runs that are missing."""
-    tuning = Tuning(losses, dataclasses.replace(choice, steps=task.length(multiple)), room=1, seeds=task.tuning_seeds)
-    rates = tuning.missing_rates()
-    return tuning.missing_runs(rates) if rates else dataclasses.replace(tuning.base, rate=tuning.best)
+    return tune_again(choice, task.length(multiple), losses, TUNING_SEEDS[: task.tuning_seeds])
 
 
 def final_runs(task: Task, choice: Run, multiple: float = 1.0) -> list[Run]:
@@ -207,12 +216,7 @@ def final_runs(task: Task, choice: Run, multiple: float = 1.0) -> list[Run]:
     return [dataclasses.replace(choice, steps=task.length(multiple), seed=seed) for seed in range(task.seeds)]
 
 
-def check_rate(task: Task, choice: Run) -> list[Run]:
-    """Return full-length runs at the rates on both sides of one that was tuned by shorter runs."""
-    return [dataclasses.replace(choice, steps=task.steps, seed=0, rate=choice.rate + side) for side in (1, -1)]
-
-
-def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = "AdamW") -> list[Run]:
+def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = BASELINE) -> list[Run]:
     """Return the runs that the rules ask for now, in the order to make them; empty when the task is finished.
 
     More may follow once these are done. Tuning comes first, then the final runs seed by seed, then the longer runs
@@ -230,8 +234,6 @@ def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = "Ad
         runs += start_tuning(task, "EGOP", losses).missing_runs(at_baseline)
     finals = [final_runs(task, choice) for choice in choices.values()]
     runs += [run for seed in zip(*finals, strict=True) for run in seed]
-    if task.tuning_steps and baseline in choices:
-        runs += check_rate(task, choices[baseline])
     for multiple in task.multiples if baseline in choices else ():
         longer = plan_longer(task, choices[baseline], multiple, losses)
         runs += final_runs(task, longer, multiple) if isinstance(longer, Run) else longer
