@@ -42,8 +42,9 @@ def train(optimizer_class):
     targets = (inputs[:, :1] * inputs[:, 1:2] + inputs[:, 2:3]).sin()
     data = DataLoader(TensorDataset(inputs, targets), batch_size=32, shuffle=True)
     trainer = lightning.Trainer(
-        max_epochs=5, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
+        max_epochs=5, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
     trainer.fit(Regression(optimizer_class), data)
     return trainer.callback_metrics["loss"]
 
