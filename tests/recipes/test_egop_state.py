@@ -157,6 +157,35 @@ def test_a_weight_in_half_precision_that_was_written_to_is_read_again():
     assert (model.up.weight == 0.5).all()
 
 
+@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.float64, torch.float16, torch.float32),
+    ],
+    ids=str,
+)
+def test_state_follows_a_model_that_is_cast(dtypes, rotate):
+    """The optimizer goes on as a new one does that loads its state for the cast model."""
+    model = network(dtypes[0])
+    optimizer = make(model, rotate=rotate)
+    train(model, optimizer, 0, 4)
+    for number, dtype in enumerate(dtypes[1:], start=1):
+        model.to(dtype)
+        other = copy.deepcopy(model)
+        again = make(other, rotate=rotate)
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        found = train(model, optimizer, 4 * number, 4 * number + 4)
+        assert identical(found, train(other, again, 4 * number, 4 * number + 4))
+        assert all(value.isfinite().all() for value in found.values())
+    state = optimizer.state[model.up.weight]
+    assert {value.dtype for value in state.values()} <= {torch.float32, dtype}
+    assert ("master" in state) == (dtype in (torch.bfloat16, torch.float16))
+
+
 def test_gradient_scaler_and_autocast():
     model, other = network(torch.float32), network(torch.float32)
     optimizer, scaler = make(model), torch.amp.GradScaler("cpu", init_scale=1024.0)

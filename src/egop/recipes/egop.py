@@ -184,12 +184,12 @@ class EGOP(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with without_autocast():
-            is_first, bound, known = not self.state, self._bound, self._choice.matrices
+            is_first, bound, layouts, known = not self.state, self._bound, self._layouts, self._choice.matrices
             matrices: dict[_Kind, tuple[list[Tensor], list[Tensor]]] = {}
             for index, group in enumerate(self.param_groups):
                 others: tuple[list[Tensor], list[Tensor]] = ([], [])
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                    if bound.get(name) is not parameter:
+                    if bound.get(name) is not parameter or layouts[name] != (parameter.dtype, parameter.device):
                         self._bind(name, parameter)
                     gradient = parameter.grad
                     if gradient is None or not parameter.numel():
@@ -257,10 +257,11 @@ class EGOP(Optimizer):
     def _reset_engine(self) -> None:
         self._engine = _make_engine(self.defaults)
         self._bound: dict[str, Tensor] = {}  # the parameters as of the last step
+        self._layouts: dict[str, tuple[torch.dtype, torch.device]] = {}  # theirs
         self._settings: dict[_Kind, dict[str, Any]] = {}  # the engine's
 
     def _bind(self, name: str, parameter: Tensor) -> None:
-        """Move the state of a parameter to the one that has taken its place in the groups."""
+        """Move the state of a parameter to the one that has taken its place in the groups, or that was cast or moved."""
         before = self._bound.get(name)
         if before is not None and before in self.state and parameter not in self.state:
             if before.shape != parameter.shape:
@@ -270,7 +271,19 @@ class EGOP(Optimizer):
                 )
             self.state[parameter] = self.state.pop(before)
             self._engine = _make_engine(self.defaults)  # the old one holds the parameter that was replaced
-        self._bound[name] = parameter
+        self._bound[name], self._layouts[name] = parameter, (parameter.dtype, parameter.device)
+        self._cast_state(parameter, is_matrix=name in self._choice.matrices)
+
+    def _cast_state(self, parameter: Tensor, *, is_matrix: bool) -> None:
+        """Bring the state of a parameter to its dtype and device; the state of matrices is at least float32."""
+        state = self.state.get(parameter, {})
+        dtype = torch.promote_types(parameter.dtype, torch.float32) if is_matrix else parameter.dtype
+        if parameter.dtype not in _HALF:
+            state.pop("master", None)
+        for entry, value in state.items():
+            if entry != "step" and (value.dtype, value.device) != (dtype, parameter.device):
+                state[entry] = value.to(parameter.device, dtype)
+                self._engine = _make_engine(self.defaults)  # the old one holds stacks of the old state
 
     def _forget_empty_step(self) -> None:
         """Reset the counters after a first step without a learning rate and gradients.
