@@ -113,8 +113,7 @@ class RotatedPolarAdam(PolarAdam):
         by_width: dict[Any, tuple[list[dict[str, Tensor]], list[Tensor]]] = {}
         for stack, states in due:
             momenta = stack.stack([state["exp_avg"] for state in states])
-            with exact_products():
-                grams = momenta.mT @ momenta if is_tall(momenta) else momenta @ momenta.mT
+            grams = _gram(momenta)
             members, found = by_width.setdefault((grams.shape[1:], grams.dtype, grams.device), ([], []))
             members += states
             found += grams.unbind()
@@ -160,17 +159,31 @@ def renew(grams: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
 
 def measure_rotation(momentum: Tensor, basis: Tensor | None) -> dict[str, float]:
     """Return the stable rank of a weight's momentum, and how far its basis is from diagonal and orthonormal."""
+    found = {} if basis is None else {"failed_renewals": float(not _is_renewable(momentum))}
     if not momentum.isfinite().all():
-        return {"nonfinite": 1.0}
-    gram = momentum.mT @ momentum if is_tall(momentum) else momentum @ momentum.mT
+        return found | {"nonfinite": 1.0}
+    momentum = momentum.double()
+    gram = _gram(momentum / momentum.abs().max().clamp_min(torch.finfo(momentum.dtype).tiny))  # so that none overflows
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(torch.finfo(gram.dtype).tiny)
-    found = {"stable_rank": float((diagonal.mean(-1) / largest).mean()), "nonfinite": 0.0}
+    found |= {"stable_rank": float((diagonal.mean(-1) / largest).mean()), "nonfinite": 0.0}
     if basis is not None:
         norm = torch.linalg.matrix_norm(gram).clamp_min(torch.finfo(gram.dtype).tiny)
         found["off_diagonal"] = float((torch.linalg.matrix_norm(gram - diagonal.diag_embed()) / norm).mean())
         found["orthogonality_error"] = orthonormality_error(basis.double())
     return found
+
+
+def _is_renewable(momentum: Tensor) -> bool:
+    """Return True if a renewal with this momentum does not fail."""
+    grams = _gram(momentum)
+    ones = torch.eye(grams.shape[-1], dtype=grams.dtype, device=grams.device).expand_as(grams)
+    return bool(is_sound(power_iteration(grams), ones).all())
+
+
+def _gram(momenta: Tensor) -> Tensor:
+    with exact_products():
+        return momenta.mT @ momenta if is_tall(momenta) else momenta @ momenta.mT
 
 
 def _find_due(stacks: Sequence[MatrixStack]) -> list[_Due]:

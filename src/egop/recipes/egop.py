@@ -135,7 +135,9 @@ class EGOP(Optimizer):
         - ``off_diagonal``: share of the momentum's Gram matrix off its diagonal in the basis; 0 in the eigenbasis.
           The momentum changes between renewals, so values above 0.5 are normal.
         - ``orthogonality_error``: largest entry of ``|QᵀQ − I|`` of a basis Q.
-        - ``nonfinite``: number of weights whose momentum is not finite. Their bases are no longer renewed.
+        - ``failed_renewals``: number of weights whose basis cannot be renewed, because the momentum is not finite or
+          its squares overflow. The basis stays as it is.
+        - ``nonfinite``: number of weights whose momentum is not finite.
 
         The GPU has to finish its work for this, so do not call it in every step.
         """
@@ -148,11 +150,12 @@ class EGOP(Optimizer):
                 size = float(group["lr"]) * group["update_rms"] * matrix.gain * math.sqrt(parameter.numel())
                 norm = float(to_full(parameter).double().norm())
                 found.setdefault("relative_update", []).append(size / norm if norm else math.inf)
-                momentum = to_full(state["exp_avg"]).double()
+                momentum = to_full(state["exp_avg"])
                 matrices = momentum if matrix.stacked else momentum.flatten(1)
                 for key, value in measure_rotation(matrices, state.get("basis")).items():
                     found.setdefault(key, []).append(value)
-        totals: dict[str, Callable[[list[float]], float]] = {"orthogonality_error": max, "nonfinite": sum}
+        totals: dict[str, Callable[[list[float]], float]] = {"orthogonality_error": max}
+        totals |= dict.fromkeys(("failed_renewals", "nonfinite"), sum)
         return {key: float(totals.get(key, fmean)(values)) for key, values in found.items()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -261,7 +264,7 @@ class EGOP(Optimizer):
         self._settings: dict[_Kind, dict[str, Any]] = {}  # the engine's
 
     def _bind(self, name: str, parameter: Tensor) -> None:
-        """Move the state of a parameter to the one that has taken its place in the groups, or that was cast or moved."""
+        """Move the state of a parameter to the one that has taken its place, and follow casts and moves."""
         before = self._bound.get(name)
         if before is not None and before in self.state and parameter not in self.state:
             if before.shape != parameter.shape:
