@@ -192,7 +192,8 @@ class EGOP(Optimizer):
             for index, group in enumerate(self.param_groups):
                 others: tuple[list[Tensor], list[Tensor]] = ([], [])
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                    if bound.get(name) is not parameter or layouts[name] != (parameter.dtype, parameter.device):
+                    layout = parameter.dtype, parameter.device
+                    if bound.get(name) is not parameter or layouts[name] != layout:
                         self._bind(name, parameter)
                     gradient = parameter.grad
                     if gradient is None or not parameter.numel():
