@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -50,6 +51,19 @@ def test_links_of_a_readme_lead_somewhere_on_pypi(folder):
     files = [match[1] for link in links if (match := re.match(f"{place}([^#]*)", link))]
     assert files
     assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+@pytest.mark.parametrize("folder", [".", "lab"])
+def test_an_sdist_has_only_its_own_files(folder, tmp_path):
+    pytest.importorskip("hatchling", reason="what the distributions are built with is not installed")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT / folder, capture_output=True, check=True)
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = [name.split("/", 2) for name in archive.getnames()]
+    assert {parts[1] for parts in names if len(parts) > 2} == (
+        {"src", "tests", "examples"} if folder == "." else {"src", "tests", "notes"}
+    )
 
 
 def test_the_address_of_the_repository_is_in_one_place():
