@@ -287,6 +287,8 @@ def test_complex_and_empty_parameters_are_left_to_adamw():
             self.linear = nn.Linear(3, 3)
             self.phase = nn.Parameter(torch.ones(3, 3, dtype=torch.complex64))
             self.empty = nn.Parameter(torch.empty(0, 3))
+            self.quantized = nn.Parameter(torch.ones(3, 3).to(torch.float8_e4m3fn), requires_grad=False)
+            self.codes = nn.Parameter(torch.ones(3, 3, dtype=torch.int8), requires_grad=False)
             self.head = nn.Linear(3, 2)
 
         def forward(self, x):

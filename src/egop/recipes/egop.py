@@ -276,11 +276,12 @@ class EGOP(Optimizer):
             self.state[parameter] = self.state.pop(before)
             self._engine = _make_engine(self.defaults)  # the old one holds the parameter that was replaced
         self._bound[name], self._layouts[name] = parameter, (parameter.dtype, parameter.device)
-        self._cast_state(parameter, is_matrix=name in self._choice.matrices)
+        if parameter in self.state:
+            self._cast_state(parameter, is_matrix=name in self._choice.matrices)
 
     def _cast_state(self, parameter: Tensor, *, is_matrix: bool) -> None:
         """Bring the state of a parameter to its dtype and device; the state of matrices is at least float32."""
-        state = self.state.get(parameter, {})
+        state = self.state[parameter]
         dtype = torch.promote_types(parameter.dtype, torch.float32) if is_matrix else parameter.dtype
         if parameter.dtype not in _HALF:
             state.pop("master", None)
