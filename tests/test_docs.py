@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_the_code_of_a_page_runs(path, tmp_path):
         "objective": egop.Objective(model, loss_fn, batches),
         "basis": egop.estimate(egop.Objective(model, loss_fn, batches), samples=8, progress=False),
         "optimizer": egop.EGOP(model),
-        "DistributedDataParallel": DistributedDataParallel,
+        "DistributedDataParallel": DistributedDataParallel, "writer": Mock(), "wandb": Mock(), "step": 0,
     }  # fmt: skip
     for block in code_of(path):
         if block.startswith(">>>"):
