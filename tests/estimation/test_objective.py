@@ -70,6 +70,15 @@ def test_compiled_model_has_the_same_gradients():
 # --- batches ---
 
 
+def test_repr_names_the_model_and_counts_what_is_trained():
+    model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 2))
+    assert repr(egop.Objective(model, cases.cross_entropy, [])) == "Objective(Sequential, 1,322 parameters in 4 tensors)"
+    model[0].requires_grad_(False)
+    assert repr(egop.Objective(model, cases.cross_entropy, [])) == "Objective(Sequential, 82 parameters in 2 tensors)"
+    function = egop.Objective.from_function(lambda theta: theta.sum(), {"theta": torch.zeros(3)})
+    assert repr(function) == "Objective(function, 3 parameters in 1 tensor)"
+
+
 def test_batches_repeat_without_end():
     objective = linear_objective(["a", "b", "c"])
     assert list(itertools.islice(objective.batches(), 7)) == ["a", "b", "c", "a", "b", "c", "a"]
