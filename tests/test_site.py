@@ -287,7 +287,7 @@ def test_small_pictures_are_large_enough_to_be_read(tmp_path):
 @in_browser
 def test_the_slider_shows_that_adam_sees_the_angle_and_gradient_descent_does_not(tmp_path):
     ((said, lines),) = asked(tmp_path, [SITE / "why.html"], SLIDE).values()
-    straight, turned, descent = [[int(steps) for steps in re.findall(r"after (\d+) steps", each)] for each in said]
+    straight, turned, descent = [[int(steps) for steps in re.findall(r"(\d+) at", each)] for each in said]
     assert straight[0] == straight[1]
     assert turned[0] > 2 * turned[1]
     assert descent[0] == descent[1]
