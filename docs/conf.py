@@ -77,6 +77,9 @@ INCLUDED = {
 
 _FENCED = re.compile(r"(^```.*?^```$)", flags=re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_ROW = re.compile(r"^\|.*\|$", flags=re.MULTILINE)
+# Spaces of a table at which a line must not break: "1.16 ± 0.01", "(3 seeds)", "400 steps", "GPT 6×384", "41 %".
+_TIED = re.compile(r"(?<=\d) (?=[±%])|(?<=±) (?=\d)|(?<=\d) (?=(?:seeds?|steps?|epochs?)\b)|(?<=GPT|ViT) (?=\d)")
 _SCRIPT = re.compile(r"^\[[^\]]+\]\(([^)]+\.py)\)$", flags=re.MULTILINE)
 
 
@@ -88,6 +91,7 @@ def adapt(app: Sphinx, name: str, source: list[str]) -> None:
     - ``<!-- toctree: A B -->`` becomes a hidden table of contents.
     - A line that is a link to a script becomes the script.
     - Links to other files of the repository become links to pages of the site, or to the repository.
+    - In tables, numbers and their units stay on one line.
     """
     here = (DOCS / name).parent
     parts = re.split(r"<!-- include: (\S+) -->\n", source[0])
@@ -98,6 +102,7 @@ def adapt(app: Sphinx, name: str, source: list[str]) -> None:
     text = "".join(texts).replace("REPOSITORY", REPOSITORY)
     if name == "reproduction":
         text += "\n<!-- toctree: reproduction/* -->\n"
+    text = _ROW.sub(lambda row: _TIED.sub("\N{NO-BREAK SPACE}", row[0]), text)
     source[0] = re.sub(r"<!-- toctree: (.*?) -->", _format_toctree, text)
 
 

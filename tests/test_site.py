@@ -264,6 +264,25 @@ def test_the_first_screen_shows_egop_and_the_line_of_code(tmp_path, width):
     assert 0 < line <= box
 
 
+CUT_OFF = """[...document.querySelectorAll("article .highlight-python pre")]
+  .filter(each => each.scrollWidth > each.clientWidth).map(each => each.textContent)"""
+
+
+@in_browser
+def test_no_code_is_cut_off_on_the_first_pages(tmp_path):
+    names = ("index", "start", "why", "howto/learning-rate", "howto/variants", "howto/parameters", "howto/cost")
+    found = asked(tmp_path, [SITE / f"{name}.html" for name in names], CUT_OFF, DESKTOP)
+    assert len(found) == len(names)
+    assert {page: cut for page, cut in found.items() if cut} == {}
+
+
+def test_numbers_of_a_table_do_not_break():
+    for name in ("index", "results"):
+        rows = re.findall(r"<td>.*?</td>", (SITE / f"{name}.html").read_text(encoding="utf-8"))
+        assert any("±\N{NO-BREAK SPACE}0" in row for row in rows)
+        assert not [row for row in rows if re.search(r"\d ±|± \d|\d steps", row)]
+
+
 @in_browser
 def test_every_picture_can_be_drawn(tmp_path):
     """Pictures are loaded lazily; here all of them are loaded."""

@@ -131,8 +131,8 @@ class Objective:
                 raise ValueError("The batches are empty: the objective needs at least one batch.")
             if is_empty:
                 raise ValueError(
-                    f"The batches could be iterated only {passes} time(s): an iterator or generator is used up after "
-                    "one pass. Give a list or a DataLoader, which can be iterated again."
+                    f"The batches could be iterated only {passes} time(s): an iterator or generator is exhausted after "
+                    "one pass. Pass a list or a DataLoader, which can be iterated again."
                 )
             passes += 1
 

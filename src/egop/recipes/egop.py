@@ -195,7 +195,7 @@ class EGOP(Optimizer):
                     if gradient is None or not parameter.numel():
                         continue
                     if gradient.layout is not torch.strided:
-                        raise TypeError("egop.EGOP does not take sparse gradients. Use sparse=False in the embedding.")
+                        raise TypeError("egop.EGOP does not support sparse gradients: use sparse=False in embeddings.")
                     matrix = known.get(name)
                     own = others if matrix is None else matrices.setdefault((index, matrix), ([], []))
                     own[0].append(parameter)

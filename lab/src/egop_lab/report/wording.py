@@ -66,9 +66,9 @@ def summarize_verdicts(judged: Sequence[Judgement]) -> str:
     flipped = sum(map(_has_opposite, own))
     if failed:
         worst = min(failed, key=lambda item: 0.0 if item.margin is None else item.margin)
-        more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+        more = f" and {pluralize(len(failed) - 1, 'other')}" if len(failed) > 1 else ""
         words = worst.statement.removesuffix(".").removeprefix("Target: ")
-        parts = [f"does not hold: {words}{more}"]
+        parts = [f"does not hold: “{words}”{more}"]
     else:
         some = "all that could be judged hold" if len(own) > unknown else "nothing could be judged"
         parts = [some if unknown else "all hold"]
@@ -103,10 +103,10 @@ def select_furthest(judged: Iterable[Judgement], verdict: str, count: int = 3) -
 
 
 def format_distance(item: Judgement) -> str:
-    """Say how far apart the numbers are."""
+    """Say how much the two numbers differ."""
     assert item.margin is not None
     factor = abs(item.margin)
-    return f"{factor:.0f} decades" if factor >= 4 else f"a factor of {_format_factor(10**factor)}"
+    return f"{factor:.0f} orders of magnitude" if factor >= 4 else f"a factor of {_format_factor(10**factor)}"
 
 
 def _format_factor(number: float) -> str:
@@ -149,6 +149,6 @@ def describe_changes(judged: Sequence[Judgement]) -> str:
     if not gained + lost:
         return ""
     return (
-        f"Under alternative criteria, {pluralize(gained, 'more claim')} would hold and {lost} fewer; claims that the "
-        "paper's own criterion cannot judge are not counted."
+        f"Under alternative criteria, {gained} of the claims that fail would hold, and {lost} of those that hold would "
+        "fail; claims that the paper's own criterion cannot judge are not counted."
     )
