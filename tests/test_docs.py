@@ -176,7 +176,7 @@ def test_github_renders_the_pages_that_the_readme_links(path):
 # Words of each page, code included. What is generated (the race's tables, the reproduction's details, the reference) is
 # not counted.
 LIMITS = {
-    "CHANGELOG.md": 800,
+    "CHANGELOG.md": 400,
     "CONTRIBUTING.md": 1000,
     "docs/architecture.md": 2500,
     "docs/results.md": 700,
@@ -187,7 +187,7 @@ LIMITS = {
     "docs/reproduction.md": 950,  # generated, grows with the experiments
     "lab/README.md": 700,
 }
-TOTAL = 15_300
+TOTAL = 15_000
 
 
 def count_words(path):

@@ -9,9 +9,9 @@ from egop_lab.formatting import pluralize
 from egop_lab.report.failures import find_cause
 
 RULE = (
-    "Selected automatically: among the paper's claims that compare two measured numbers and get the same verdict under "
-    "every criterion, those with the largest ratio between the two numbers, at most one per experiment. A target that "
-    "is never reached counts as taking the whole run."
+    "Selected automatically: of the paper's claims that compare two numbers and get the same verdict under every "
+    "criterion, those with the largest ratio between the numbers, at most one per experiment. A target that is never "
+    "reached counts as taking the whole run."
 )
 
 
