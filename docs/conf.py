@@ -9,6 +9,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
@@ -101,7 +102,8 @@ def adapt(app: Sphinx, name: str, source: list[str]) -> None:
         texts += [_adapt_links(path.read_text(encoding="utf-8"), path.parent, here), _adapt_links(rest, here, here)]
     text = "".join(texts).replace("REPOSITORY", REPOSITORY)
     if name == "reproduction":
-        text += "\n<!-- toctree: reproduction/* -->\n"
+        pages = dict.fromkeys(re.findall(r"\]\(/(reproduction/[\w-]+)\.md\)", text))  # in the order of the summary
+        text += f"\n<!-- toctree: {' '.join(pages)} reproduction/* -->\n"
     text = _ROW.sub(lambda row: _TIED.sub("\N{NO-BREAK SPACE}", row[0]), text)
     source[0] = re.sub(r"<!-- toctree: (.*?) -->", _format_toctree, text)
 
@@ -154,7 +156,14 @@ def write_math(translator: HTML5Translator, node: nodes.Element) -> None:
     raise nodes.SkipNode
 
 
+def load_lazily(app: Sphinx, name: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+    """Let browsers load a picture only when it comes into view."""
+    if "body" in context:
+        context["body"] = context["body"].replace("<img ", '<img loading="lazy" ')
+
+
 def setup(app: Sphinx) -> None:
     """Connect the functions above."""
     app.connect("source-read", adapt)
+    app.connect("html-page-context", load_lazily)
     app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))

@@ -121,6 +121,12 @@ def test_no_page_loads_more_than_a_megabyte(read):
     assert {name: size for name, size in sizes.items() if size > 1_000_000} == {}
 
 
+def test_pictures_are_loaded_lazily():
+    pictures = [picture for path in PAGES for picture in re.findall("<img [^>]*_images/[^>]*>", path.read_text())]
+    assert len(pictures) > 30
+    assert all('loading="lazy"' in picture for picture in pictures)
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_the_gallery_can_be_downloaded_as_notebooks(read, script):
     page = (SITE / "gallery-pages" / f"{script.stem}.html").resolve()

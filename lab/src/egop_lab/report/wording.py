@@ -51,11 +51,11 @@ def format_value(value: Any) -> str:
 
 
 def count_holding(judged: Sequence[Judgement]) -> str:
-    """Count the judged claims that hold; if there are none, the targets or the controls."""
+    """Count the judged claims that hold; without claims, the targets or the controls."""
     kind = next((kind for kind in ("claim", "target") if any(item.kind == kind for item in judged)), "control")
     decided = [item for item in judged if item.kind == kind and item.verdict != "cannot be judged"]
     good = sum(item.verdict == "holds" for item in decided)
-    return f"{good} / {len(decided)}{'' if kind == 'claim' else f' {kind}s'}"
+    return f"{good} / {len(decided)}{'' if kind == 'claim' else f' {kind}s'}" if decided else "–"
 
 
 def summarize_verdicts(judged: Sequence[Judgement]) -> str:
@@ -67,7 +67,7 @@ def summarize_verdicts(judged: Sequence[Judgement]) -> str:
     if failed:
         worst = min(failed, key=lambda item: 0.0 if item.margin is None else item.margin)
         more = f" and {pluralize(len(failed) - 1, 'other')}" if len(failed) > 1 else ""
-        words = worst.statement.removesuffix(".").removeprefix("Target: ")
+        words = worst.statement.removesuffix(".").removeprefix("Target: ").removeprefix("Control: ")
         parts = [f"does not hold: “{words}”{more}"]
     else:
         some = "all that could be judged hold" if len(own) > unknown else "nothing could be judged"
