@@ -206,7 +206,7 @@ def test_plan_allocates_no_weights(run):
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("wrong", "must return a model, or an objective or tuple with one, got int."),
+        ("wrong", "must return a model, an egop.Objective or a tuple that starts with a model, got int."),
         ("reading", "meta"),
         ("empty", "The model has no parameters (Sequential): there is nothing to plan."),
     ],

@@ -115,7 +115,7 @@ def test_basis_prints_as_a_table():
         ["pair", "Full", "1 x 2 + 3", "200 B", "0.3 %"],
         ["total", "78.3 KiB", "6.2 %"],
     ]
-    assert table.splitlines()[-2].startswith("cost: the basis products of a step")
+    assert table.splitlines()[-2].startswith("cost: flop of the rotation, relative to")
     assert table.splitlines()[-1] == "big is not rotated: too wide"
 
 

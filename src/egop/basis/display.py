@@ -11,8 +11,9 @@ from egop.formatting import format_bytes, format_percent, format_table, mask_lay
 # Costs are given for a step with this many rows: tokens, examples, or positions of a convolution.
 _ROWS = 1024
 _COST_NOTE = (
-    f"cost: the basis products of a step relative to the weights' own forward and backward products on {_ROWS:,} rows "
-    "(tokens, examples, positions of a convolution); ten times as many rows, a tenth of the cost"
+    f"cost: flop of the rotation, relative to the weights' forward and backward passes on {_ROWS:,} rows (tokens, "
+    "examples, positions of a convolution); ten times the rows, a tenth of the cost. The base optimizer's own work, "
+    "such as Newton-Schulz iterations, is not included."
 )
 _FORWARD_AND_BACKWARD = 6  # floating-point operations per weight and row
 _HEADER = ["block", "structure", "size", "bytes", f"cost at {_ROWS:,} rows", "stable rank"]

@@ -36,7 +36,7 @@ class EGOP(Optimizer):
 
     Use it in place of AdamW, with the same learning rate and weight decay. The update of a weight matrix has a root
     mean square of lr · 0.4 · √max(1, outputs / inputs) if the model has normalization layers, and of half that
-    otherwise; so the learning rate that is best for AdamW is close to the best for EGOP.
+    otherwise, so AdamW's best learning rate is a good starting point.
 
     Weights of linear layers, convolutions, attention and experts are updated by :class:`egop.optim.PolarAdam` in
     coordinates in which their momentum has uncorrelated rows: the smaller side of each weight is rotated, and the
@@ -195,7 +195,7 @@ class EGOP(Optimizer):
                     if gradient is None or not parameter.numel():
                         continue
                     if gradient.layout is not torch.strided:
-                        raise TypeError("egop.EGOP does not take sparse gradients. Use sparse=False in the embedding.")
+                        raise TypeError("egop.EGOP does not support sparse gradients: use sparse=False in embeddings.")
                     matrix = known.get(name)
                     own = others if matrix is None else matrices.setdefault((index, matrix), ([], []))
                     own[0].append(parameter)
