@@ -82,7 +82,7 @@ def diagnose(
 
 @app.command()
 def plan(target: Annotated[str, _TARGET], debug: Annotated[bool, _DEBUG] = False) -> None:
-    """Show which weights of a model EGOP would rotate and what that costs, without allocating them."""
+    """Show which weights of a model EGOP would rotate and how much memory that takes."""
     with _report_errors(debug):
         typer.echo(_describe_plan(load_model(target)))
 
@@ -118,13 +118,16 @@ def load_objective(target: str) -> Any:
 
 
 def load_model(target: str) -> Any:
-    """Call the factory ``MODULE:FACTORY`` on the meta device and return the model."""
+    """Call the factory ``MODULE:FACTORY``, if possible on the meta device, and return the model."""
     import torch
 
     from egop.estimation import Objective
 
     factory = _load_factory(target)
-    with torch.device("meta"):
+    try:
+        with torch.device("meta"):
+            result = factory()
+    except (RuntimeError, NotImplementedError):  # it may compute with data, which the meta device does not hold
         result = factory()
     model = result[0] if isinstance(result, tuple) and result else result
     model = model.module if isinstance(model, Objective) else model

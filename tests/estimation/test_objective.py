@@ -467,6 +467,7 @@ def test_sparse_embedding_outside_the_partition_is_allowed():
 
 
 def test_batches_are_cast_for_a_half_precision_model():
+    torch.manual_seed(0)
     batches = [{"x": torch.randn(8, 3, dtype=torch.float64), "label": torch.arange(8) % 2} for _ in range(2)]
 
     def loss(model, batch):

@@ -198,7 +198,7 @@ def make_longer_table(records: Records, times: Times) -> list[list[str]]:
 
 def make_reach_table(records: Records, times: Times) -> list[list[str]]:
     """Return when EGOP reaches AdamW's final loss during a run, as parts of AdamW's steps and of its time."""
-    rows = [["EGOP reaches AdamW's final validation loss after", "of the steps", "of the time"]]
+    rows = [["AdamW's final loss is reached after", "of the steps", "of the time"]]
     losses = read_losses(records.values())
     for task in _list_tasks(records):
         choices = [choose_run(task, method, losses) for method in ("AdamW", "EGOP")]
