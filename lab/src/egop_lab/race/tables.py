@@ -124,12 +124,12 @@ def make_summary_table(records: Records, times: Times) -> list[list[str]]:
 
 def make_results_table(records: Records, times: Times, methods: Sequence[str] = METHODS) -> list[list[str]]:
     """Return the test loss of each method on each task, and how many times as long AdamW must train to match EGOP."""
-    rows = [["test loss", *methods, "AdamW needs, to match EGOP"]]
+    rows = [["test loss", *methods, "steps AdamW needs to match EGOP"]]
     for task in _list_tasks(records):
         losses = {method: final_losses(records, task, method) for method in methods}
         means = {multiple: statistics.fmean(some.values()) for multiple, some in longer_losses(records, task).items()}
         ours = statistics.fmean(losses["EGOP"].values())
-        needed = f"{steps_needed(means, ours)} the steps" if len(means) > 1 else _MISSING
+        needed = steps_needed(means, ours) if len(means) > 1 else _MISSING
         rows.append([TITLES[task.name], *(format_losses(task, some) for some in losses.values()), needed])
     return _drop_empty_columns(rows)
 
@@ -198,7 +198,7 @@ def make_longer_table(records: Records, times: Times) -> list[list[str]]:
 
 def make_reach_table(records: Records, times: Times) -> list[list[str]]:
     """Return when EGOP reaches AdamW's final loss during a run, as parts of AdamW's steps and of its time."""
-    rows = [["AdamW's final loss is reached after", "of the steps", "of the time"]]
+    rows = [["reached after", "of the steps", "of the time"]]
     losses = read_losses(records.values())
     for task in _list_tasks(records):
         choices = [choose_run(task, method, losses) for method in ("AdamW", "EGOP")]
