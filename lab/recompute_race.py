@@ -1,4 +1,4 @@
-"""Recompute the README's table of results without the lab: ``python lab/recompute_race.py docs/records/race.jsonl``.
+"""Recompute the tables of results without the lab: ``python lab/recompute_race.py docs/records/race.jsonl``.
 
 Prints a line for every task and method with the mean test loss and half the width of its 95 % interval, and for every
 task how many times the steps AdamW needs to end where EGOP ends.
@@ -25,17 +25,25 @@ TASKS = {
 }
 
 runs = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
-tuning, final = defaultdict(dict), defaultdict(dict)
+tuning, final, first = defaultdict(dict), defaultdict(dict), defaultdict(dict)
 for run in runs:
     place = run["task"], run["method"], run["steps"]
     settings = run["rate"], run["beta"], run["warmup"], run["clip"]
     group, loss = (tuning, "validation") if run["seed"] >= 10_000 else (final, "test")
     group[place].setdefault(settings, {}).setdefault(run["seed"], math.inf if run["diverged"] else run[loss])
+    if run["seed"] == 0:
+        first[place].setdefault(settings, {0: run["validation"]})
 
 
 def find_losses(task, method, steps, tuning_steps, seeds):
-    """Return the test losses at the settings with the lowest median of the tuning seeds."""
-    complete = {each: found for each, found in tuning[task, method, tuning_steps].items() if len(found) == seeds}
+    """Return the test losses at the settings with the lowest median of the tuning seeds.
+
+    Where these runs are shorter, AdamW is tuned again by the validation loss of full-length runs with seed 0.
+    """
+    if method == ADAMW and tuning_steps < steps:
+        complete = first[task, method, steps]
+    else:
+        complete = {each: found for each, found in tuning[task, method, tuning_steps].items() if len(found) == seeds}
     if len(complete) < 3:
         return []
     best = min(complete, key=lambda each: statistics.median(complete[each].values()))

@@ -177,17 +177,18 @@ def test_github_renders_the_pages_that_the_readme_links(path):
 # Words of each page, code included. What is generated (the race's tables, the reproduction's details, the reference) is
 # not counted.
 LIMITS = {
-    "CHANGELOG.md": 800,
+    "CHANGELOG.md": 400,
     "CONTRIBUTING.md": 1000,
     "docs/architecture.md": 2500,
-    "docs/results.md": 700,
-    "docs/start.md": 700,
+    "docs/results.md": 800,
+    "docs/start.md": 750,
     "docs/theory.md": 1100,
+    "docs/howto/learning-rate.md": 750,
     "docs/howto/variants.md": 750,
     "docs/reproduction.md": 950,  # generated, grows with the experiments
     "lab/README.md": 700,
 }
-TOTAL = 15_300
+TOTAL = 15_000
 
 
 def count_words(path):
@@ -225,7 +226,7 @@ def test_the_readme_counts_claims_as_the_reproduction_does():
         r"(\d+) of its (\d+) claims hold here, (\d+) do not, (\d+) cannot", (ROOT / "README.md").read_text()
     )
     counted = re.search(
-        r"Of (\d+) claims of the paper (\d+) hold, (\d+) do not hold, (\d+) cannot",
+        r"Of the paper's (\d+) claims, (\d+) hold, (\d+) do not hold, (\d+) cannot",
         (DOCS / "reproduction.md").read_text(),
     )
     held, claims, *others = said.groups()

@@ -190,7 +190,7 @@ def test_own_extensions_train_save_load_and_resume(own, tmp_path):
 
 
 def test_a_structure_kind_that_exists_is_refused():
-    with pytest.raises(TypeError, match=r"has the kind 'Full' of egop\.basis\.structures\.full\.FullChange"):
+    with pytest.raises(TypeError, match=r"has the same kind, 'Full', as egop\.basis\.structures\.full\.FullChange"):
         type("Another", (egop.ChangeOfBasis,), {"kind": "Full"})
 
 

@@ -1,6 +1,8 @@
-"""Byte sizes, percentages and tables."""
+"""Byte sizes, progress bars and tables."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -8,11 +10,11 @@ from hypothesis import strategies as st
 
 from egop.formatting import (
     format_bytes,
-    format_percent,
     format_table,
     mask_layer_numbers,
     parse_bytes,
     pluralize,
+    progress_interval,
 )
 
 
@@ -71,12 +73,13 @@ def test_formatted_size_parses_back(size):
     assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.05, abs=0.5)
 
 
-@pytest.mark.parametrize(
-    ("fraction", "text"),
-    [(0, "0.0 %"), (0.0001, "< 0.1 %"), (0.0123, "1.2 %"), (0.0996, "10 %"), (0.55, "55 %"), (1.5, "150 %")],
-)
-def test_format_percent(fraction, text):
-    assert format_percent(fraction) == text
+@pytest.mark.parametrize(("is_terminal", "seconds"), [(True, 0.1), (False, 10.0)])
+def test_progress_bars_do_not_fill_log_files(monkeypatch, is_terminal, seconds):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    assert progress_interval() == seconds
+    monkeypatch.setitem(sys.modules, "ipykernel", None)
+    assert progress_interval() == 0.1  # a notebook shows one bar
 
 
 def test_format_table_aligns_columns():

@@ -121,6 +121,12 @@ def test_no_page_loads_more_than_a_megabyte(read):
     assert {name: size for name, size in sizes.items() if size > 1_000_000} == {}
 
 
+def test_pictures_are_loaded_lazily():
+    pictures = [picture for path in PAGES for picture in re.findall("<img [^>]*_images/[^>]*>", path.read_text())]
+    assert len(pictures) > 30
+    assert all('loading="lazy"' in picture for picture in pictures)
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_the_gallery_can_be_downloaded_as_notebooks(read, script):
     page = (SITE / "gallery-pages" / f"{script.stem}.html").resolve()
@@ -264,6 +270,25 @@ def test_the_first_screen_shows_egop_and_the_line_of_code(tmp_path, width):
     assert 0 < line <= box
 
 
+CUT_OFF = """[...document.querySelectorAll("article .highlight-python pre")]
+  .filter(each => each.scrollWidth > each.clientWidth).map(each => each.textContent)"""
+
+
+@in_browser
+def test_no_code_is_cut_off_on_the_first_pages(tmp_path):
+    names = ("index", "start", "why", "howto/learning-rate", "howto/variants", "howto/parameters", "howto/cost")
+    found = asked(tmp_path, [SITE / f"{name}.html" for name in names], CUT_OFF, DESKTOP)
+    assert len(found) == len(names)
+    assert {page: cut for page, cut in found.items() if cut} == {}
+
+
+def test_numbers_of_a_table_do_not_break():
+    for name in ("index", "results"):
+        rows = re.findall(r"<td>.*?</td>", (SITE / f"{name}.html").read_text(encoding="utf-8"))
+        assert any("±\N{NO-BREAK SPACE}0" in row for row in rows)
+        assert not [row for row in rows if re.search(r"\d ±|± \d|\d steps", row)]
+
+
 @in_browser
 def test_every_picture_can_be_drawn(tmp_path):
     """Pictures are loaded lazily; here all of them are loaded."""
@@ -287,7 +312,7 @@ def test_small_pictures_are_large_enough_to_be_read(tmp_path):
 @in_browser
 def test_the_slider_shows_that_adam_sees_the_angle_and_gradient_descent_does_not(tmp_path):
     ((said, lines),) = asked(tmp_path, [SITE / "why.html"], SLIDE).values()
-    straight, turned, descent = [[int(steps) for steps in re.findall(r"after (\d+) steps", each)] for each in said]
+    straight, turned, descent = [[int(steps) for steps in re.findall(r"(\d+) at", each)] for each in said]
     assert straight[0] == straight[1]
     assert turned[0] > 2 * turned[1]
     assert descent[0] == descent[1]

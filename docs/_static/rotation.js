@@ -1,5 +1,5 @@
-// One loss, ½ (curvatures 1 and 1/100), whose valley is turned against the axes by a slider. The start turns along, so
-// that it is the same problem at every angle; only methods that scale each coordinate by itself can tell the difference.
+// One loss, ½ (curvatures 1 and 1/100), whose valley is rotated against the axes by a slider. The start rotates with it,
+// so the problem is the same at every angle; only methods that scale each coordinate separately notice the angle.
 (() => {
   const FLAT = 1 / 100, STEPS = 400, GOAL = 1e-4;
   const METHODS = {
@@ -56,7 +56,7 @@
     + [0.003, 0.012, 0.05, 0.2, 0.5].map(height => level(height, angle)).join("")
     + line(places.map(place), "path")
     + `<circle class="dot" cx="${place(places[0]).split(",")[0]}" cy="${place(places[0]).split(",")[1]}" r="5"/>`
-    + `<text x="8" y="16">the way from the dot to the minimum</text>`;
+    + `<text x="8" y="16">path from the dot to the minimum</text>`;
 
   function curve(losses, kind) {
     const points = losses.map((loss, t) => {
@@ -75,9 +75,9 @@
     right.innerHTML = curve(straight.losses, "reference") + curve(now.losses, "path")
       + `<text x="60" y="16">loss by step (log scale); dashed: at 0°</text>`
       + `<text x="2" y="296">0</text><text x="272" y="296">${STEPS}</text>`;
-    const said = steps => steps > STEPS ? `not in ${STEPS} steps` : `after ${steps} steps`;
+    const count = steps => steps > STEPS ? `more than ${STEPS}` : steps;
     root.querySelector("output").textContent =
-      `${name}, valley turned by ${angle}°: loss stays below 0.0001 ${said(now.reached)}; at 0° ${said(straight.reached)}.`;
+      `${name}, steps until the loss stays below 0.0001: ${count(now.reached)} at ${angle}°, ${count(straight.reached)} at 0°.`;
   }
 
   document.addEventListener("DOMContentLoaded", () => {

@@ -25,7 +25,7 @@ egop_matrix = gradients.T @ gradients / len(gradients)
 eigenvalues, vectors = torch.linalg.eigh(egop_matrix)
 
 # %%
-# ``egop.estimate`` does this for every weight of a network: it draws from the initialisation, and never forms a matrix
+# ``egop.estimate`` does this for every weight of a network: it draws from the initialization, and never forms a matrix
 # that is larger than its structure needs.
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")

@@ -32,7 +32,7 @@ print(basis)
 
 
 def mean_outer_product(draws=200):
-    """Estimate E[gᵀg] of the first weight's gradient at fresh initialisations."""
+    """Estimate E[gᵀg] of the first weight's gradient at fresh initializations."""
     total = torch.zeros(12, 12)
     for _ in range(draws):
         for layer in (model[0], model[2]):

@@ -43,7 +43,7 @@ def train(make_optimizer):
     torch.manual_seed(0)
     model = Transformer()
     optimizer = make_optimizer(model)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=STEPS, pct_start=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, STEPS, pct_start=0.1, cycle_momentum=False)
     for batch in make_batches(STEPS, seed=1):
         optimizer.zero_grad()
         F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()

@@ -27,8 +27,8 @@ _DEBUG = typer.Option("--debug", help="Show the traceback of an error.")
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 _TARGET = typer.Argument(
     metavar="MODULE:FACTORY",
-    help="A module, or the path of a .py file, and a function in it without arguments that returns an egop.Objective "
-    "or a tuple (model, loss_fn, batches). For plan it may also return the model alone.",
+    help="A module or the path of a .py file, and the name of a function in it. The function takes no arguments and "
+    "returns an egop.Objective or a tuple (model, loss_fn, batches); for plan, the model alone is enough.",
 )
 
 
@@ -43,7 +43,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(help="Run any torch optimizer in the eigenbasis of the expected gradient outer product.")
+@app.callback(help="Find out whether EGOP helps on your model, at which learning rate, and what it costs.")
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
@@ -56,13 +56,13 @@ def _options(
 def diagnose(
     target: Annotated[str, _TARGET],
     steps: Annotated[int | None, typer.Option(min=1, help="Planned number of training steps.")] = None,
-    budget: Annotated[float, typer.Option(min=1, help="Seconds that the race may take.")] = 150.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Seed of the factory and of the race.")] = 0,
+    budget: Annotated[float, typer.Option(min=1, help="Time limit for the race, in seconds.")] = 150.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="Random seed for the factory and the race.")] = 0,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Save a plot of the race to this file.")] = None,
     device: Annotated[str | None, typer.Option(help="Device to use (default: leave the model where it is).")] = None,
     debug: Annotated[bool, _DEBUG] = False,
 ) -> None:
-    """Race AdamW against egop's optimizers on a model and say which one to use, at which learning rate."""
+    """Race egop's optimizers against AdamW on copies of a model; say which one to use, at which learning rate."""
     with _report_errors(debug):
         import torch
 
@@ -82,7 +82,7 @@ def diagnose(
 
 @app.command()
 def plan(target: Annotated[str, _TARGET], debug: Annotated[bool, _DEBUG] = False) -> None:
-    """Show which weights of a model EGOP would rotate and what that costs, without allocating them."""
+    """Show which weights of a model EGOP would rotate and how much memory that takes."""
     with _report_errors(debug):
         typer.echo(_describe_plan(load_model(target)))
 
@@ -118,19 +118,23 @@ def load_objective(target: str) -> Any:
 
 
 def load_model(target: str) -> Any:
-    """Call the factory ``MODULE:FACTORY`` on the meta device and return the model."""
+    """Call the factory ``MODULE:FACTORY``, if possible on the meta device, and return the model."""
     import torch
 
     from egop.estimation import Objective
 
     factory = _load_factory(target)
-    with torch.device("meta"):
+    try:
+        with torch.device("meta"):
+            result = factory()
+    except (RuntimeError, NotImplementedError):  # it may compute with data, which the meta device does not hold
         result = factory()
     model = result[0] if isinstance(result, tuple) and result else result
     model = model.module if isinstance(model, Objective) else model
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
-            f"{target} must return a model, or an objective or tuple with one, got {type(result).__name__}."
+            f"{target} must return a model, an egop.Objective or a tuple that starts with a model, "
+            f"got {type(result).__name__}."
         )
     return model
 

@@ -6,6 +6,7 @@ Every package may use this module; it imports nothing from egop.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -34,10 +35,9 @@ def format_bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def format_percent(fraction: float) -> str:
-    """Format ``0.0123`` as ``"1.2 %"``, ``1.5`` as ``"150 %"`` and ``0.0001`` as ``"< 0.1 %"``."""
-    percent = 100 * fraction
-    return "< 0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %" if round(percent, 1) < 10 else f"{percent:.0f} %"
+def progress_interval() -> float:
+    """Return the least seconds between updates of a progress bar: few where they would fill a log file."""
+    return 0.1 if sys.stderr.isatty() or "ipykernel" in sys.modules else 10.0
 
 
 def pluralize(number: int, noun: str) -> str:

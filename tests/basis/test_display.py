@@ -33,12 +33,6 @@ def test_repr_of_a_basis_is_one_line():
     assert repr(egop.Basis([])) == "Basis(0 blocks, 0 B)"
 
 
-def test_the_cost_is_relative_to_the_products_of_the_weights():
-    # 4 operations per entry and column of the basis; forward and backward take 6 per entry and row
-    row = str(egop.Basis([shared("a", 300, 400)])).splitlines()[2]
-    assert f"{100 * 4 * 400 / (6 * 1024):.0f} %" in row
-
-
 def test_repr_of_a_spectrum_is_a_summary():
     known = spectrum(4.0, 1.0, 0.0)
     assert repr(known) == "Spectrum(3 eigenvalues, stable rank 1.5, 10 draws)"

@@ -173,11 +173,11 @@ def test_bases_that_do_not_fit_raise_and_the_message_names_the_largest():
     assert len(make_plan(blocks, {}, egop.Full(), 2 * 648 + 1152).chosen) == 3
 
 
-def test_the_table_has_bytes_and_cost_and_says_why_weights_are_left_out():
+def test_the_table_has_bytes_and_says_why_weights_are_left_out():
     lines = str(plan_of(Language())).splitlines()
-    assert re.split(r" {2,}", lines[0]) == ["block", "structure", "size", "bytes", "cost at 1,024 rows"]
-    rows = {line.split()[0]: re.split(r" {2,}", line)[1:] for line in lines[2:-3]}
-    assert rows["large.weight"] == ["Shared", "80 x 100", "39.1 KiB", "6.5 %"]
+    assert re.split(r" {2,}", lines[0]) == ["block", "structure", "size", "bytes"]
+    rows = {line.split()[0]: re.split(r" {2,}", line)[1:] for line in lines[2:-2]}
+    assert rows["large.weight"] == ["Shared", "80 x 100", "39.1 KiB"]
     assert len(rows) == 5  # with the total
     assert lines[-2:] == [
         "embedding.weight is not rotated: an embedding",

@@ -70,6 +70,15 @@ def test_compiled_model_has_the_same_gradients():
 # --- batches ---
 
 
+def test_repr_names_the_model_and_counts_what_is_trained():
+    model = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 2))
+    assert repr(egop.Objective(model, cases.cross_entropy, [])) == "Objective(Sequential, 98 parameters in 4 tensors)"
+    model[0].requires_grad_(False)
+    assert repr(egop.Objective(model, cases.cross_entropy, [])) == "Objective(Sequential, 18 parameters in 2 tensors)"
+    function = egop.Objective.from_function(lambda theta: theta.sum(), {"theta": torch.zeros(3000)})
+    assert repr(function) == "Objective(function, 3,000 parameters in 1 tensor)"
+
+
 def test_batches_repeat_without_end():
     objective = linear_objective(["a", "b", "c"])
     assert list(itertools.islice(objective.batches(), 7)) == ["a", "b", "c", "a", "b", "c", "a"]
@@ -92,7 +101,7 @@ def test_exhausted_iterator_raises():
     objective = linear_objective(iter(["a", "b"]))
     batches = objective.batches()
     assert [next(batches), next(batches)] == ["a", "b"]
-    with pytest.raises(ValueError, match=r"only 1 time\(s\).*used up.*Give a list or a DataLoader"):
+    with pytest.raises(ValueError, match=r"only 1 time\(s\).*exhausted.*Pass a list or a DataLoader"):
         next(batches)
 
 
@@ -458,6 +467,7 @@ def test_sparse_embedding_outside_the_partition_is_allowed():
 
 
 def test_batches_are_cast_for_a_half_precision_model():
+    torch.manual_seed(0)
     batches = [{"x": torch.randn(8, 3, dtype=torch.float64), "label": torch.arange(8) % 2} for _ in range(2)]
 
     def loss(model, batch):

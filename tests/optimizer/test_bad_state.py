@@ -98,7 +98,7 @@ REFUSED = {
     "of more groups": (in_groups, r"It has groups of \[2, 2\] parameters .*, this optimizer has \[4\]"),
     "of a plain optimizer": (
         plain,
-        "It was saved by a plain optimizer. Moments of another coordinate system cannot be loaded: load the model's",
+        "It was saved by a plain optimizer. Moments from another coordinate system cannot be loaded: load the model's",
     ),
     "of another optimizer": (
         lambda: trained(MLP, OptimizerCase("SGD", torch.optim.SGD, {"lr": 0.1})).optimizer.state_dict(),
@@ -145,7 +145,7 @@ REFUSED = {
     ),
     "with a moment of another dtype": (
         lambda: changed(torch.ones(30), "state", 0, "exp_avg"),
-        r"'exp_avg' of block '0\.weight' is of torch\.float32\. Must be of torch\.float64",
+        r"'exp_avg' of block '0\.weight' has dtype torch\.float32\. Must be torch\.float64",
     ),
     "with a moment that is text": (
         lambda: changed("abc", "state", 1, "exp_avg"),

@@ -309,7 +309,7 @@ def test_other_writes_that_cannot_be_kept_are_refused():
     model, optimizer = jointly()
     steps(model, optimizer, 2)
     optimizer.state[model[2].bias]["mine"] = 3
-    with pytest.raises(ValueError, match=r"block 'all', whose state is with its first parameter, '0\.weight'"):
+    with pytest.raises(ValueError, match=r"block 'all', whose state is stored with its first parameter, '0\.weight'"):
         optimizer.step()
     optimizer.state[model[0].weight] = "x"
     with pytest.raises(ValueError, match="must be a dict, got 'x'"):

@@ -342,7 +342,7 @@ def test_text_says_what_is_rotated():
     optimizer = make(network())
     assert repr(optimizer) == "EGOP(4 rotated weights, AdamW for 8 other parameters, lr=0.01)"
     assert "embedding.weight" in str(optimizer)
-    assert repr(make(network(), rotate=False)).startswith("EGOP(4 unrotated weights")
+    assert repr(make(network(), rotate=False)).startswith("EGOP(4 weights without rotation")
 
 
 def test_construction_and_training_do_not_warn():

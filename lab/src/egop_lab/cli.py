@@ -31,7 +31,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(help="The paper's experiments and benchmarks: optimizers in EGOP coordinates.")
+@app.callback(help="Run the demo, the paper's experiments and the benchmarks of egop.")
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
@@ -72,14 +72,14 @@ def find_device(name: str) -> torch.device:
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for demo.svg and demo.json.")] = Path("egop-demo"),
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each of the six runs on the digits.")] = 100,
-    steps: Annotated[int, typer.Option(min=0, help="Steps of each run of the language model; 0 skips it.")] = 200,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs for each of the six runs on the digits.")] = 100,
+    steps: Annotated[int, typer.Option(min=0, help="Steps for each run of the language model; 0 skips it.")] = 200,
     seed: Annotated[
         int,
-        typer.Option(min=0, max=2**63 - 1, help="Seed of the initial weights, the batches and the sampled gradients."),
+        typer.Option(min=0, max=2**63 - 1, help="Random seed for initial weights, batches and sampled gradients."),
     ] = 0,
 ) -> None:
-    """Compare optimizers in both coordinates on the digits, and AdamW with EGOP on a small language model."""
+    """Compare optimizers with and without a rotation on the digits, and EGOP with AdamW on a small language model."""
     with one_line_errors():
         passes = "1 epoch" if epochs == 1 else f"{epochs} epochs"
         typer.echo(f"The 64-32-10 network on the 5,620 UCI digits: seed {seed}, six runs of {passes}.")
@@ -108,13 +108,13 @@ def demo(
 @app.command()
 def reproduce(
     ids: Annotated[
-        list[str] | None, typer.Argument(metavar="[ID]...", help="Experiments to run; without any, list them.")
+        list[str] | None, typer.Argument(metavar="[ID]...", help="Experiments to run. Without any, they are listed.")
     ] = None,
     all_of_them: Annotated[bool, typer.Option("--all", help="Run all experiments.")] = False,
-    preset: Annotated[str, typer.Option(help="quick (small sizes, few trials) or full (the paper's).")] = "quick",
+    preset: Annotated[str, typer.Option(help="quick (small sizes, few trials) or full (the paper's sizes).")] = "quick",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    records: Annotated[Path, typer.Option(file_okay=False, help="Folder of the records.")] = Path("egop-records"),
-    data: Annotated[Path | None, typer.Option(help="Folder with data sets that do not ship with the package.")] = None,
+    records: Annotated[Path, typer.Option(file_okay=False, help="Folder with the records.")] = Path("egop-records"),
+    data: Annotated[Path | None, typer.Option(help="Folder with data sets that are not included.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes for runs that cannot be batched.")] = 2,
 ) -> None:
     """Run the paper's experiments and judge its claims; finished runs are never repeated."""
@@ -122,14 +122,14 @@ def reproduce(
         from egop_lab.experiments.registry import IDS, find_experiment
 
         if all_of_them and ids:
-            fail(f"Name experiments ({', '.join(ids)}) or give --all, not both.", status=2)
+            fail(f"Name experiments ({', '.join(ids)}) or pass --all, not both.", status=2)
         wanted = list(IDS) if all_of_them else list(ids or [])
         if unknown := [id for id in wanted if id not in IDS]:
             fail(f"There is no experiment {', '.join(unknown)}. There are: {', '.join(IDS)}.", status=2)
         if preset not in ("quick", "full"):
             fail(f"Invalid preset value: {preset}. Must be quick or full.", status=2)
         if data is not None and not data.exists():
-            fail(f"There is no {data}: --data must name a folder or a file that is there.", status=2)
+            fail(f"There is no {data}: --data must name an existing folder or file.", status=2)
         if not wanted:
             for id in IDS:
                 typer.echo(f"{id:22}{find_experiment(id)().title}")
@@ -149,10 +149,10 @@ def reproduce(
 
 @app.command()
 def report(
-    records: Annotated[Path, typer.Option(file_okay=False, help="Folder of the records.")] = Path("egop-records"),
+    records: Annotated[Path, typer.Option(file_okay=False, help="Folder with the records.")] = Path("egop-records"),
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the report.")] = Path("egop-report"),
 ) -> None:
-    """Write pages with everything that has been reproduced: figures, claims, numbers, verdicts."""
+    """Write pages about all experiments run so far: figures, claims, numbers, verdicts."""
     with one_line_errors(also=(RecordError,)):
         from egop_lab.report import index, reproduction
 
@@ -162,17 +162,17 @@ def report(
         reproduction.write_markdown(sections, out / "reproduction.md")
         index.write_markdown(sections, out / "paper-index.md")
         typer.echo(f"{reproduction.format_counts(sections)}\nSaved {out / 'reproduction.md'}.")
-        typer.echo(f"Where everything of the paper is: {out / 'paper-index.md'}.")
+        typer.echo(f"Index of the paper's statements: {out / 'paper-index.md'}.")
 
 
 @app.command()
 def bench(
-    smoke: Annotated[bool, typer.Option("--smoke", help="Take few steps, only to see that everything works.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Take only a few steps, to see that it works.")] = False,
 ) -> None:
     """Measure the host time of a step on small layers, compared with AdamW."""
     with one_line_errors():
         typer.echo(
-            "A smoke run: its numbers mean nothing." if smoke else "Measuring; keep other programs from running."
+            "A smoke run: its numbers mean nothing." if smoke else "Measuring; close other programs for reliable times."
         )
         from egop_lab.bench import measure_steps
 

@@ -17,9 +17,11 @@ def test_the_pages_show_the_record():
     lines.insert(1, "|---" * len(table.header) + "|")
     shown = (DOCS / "reproduction" / "adamws-rate.md").read_text().split("<!-- records -->\n")[1]
     assert shown == "\n".join(lines) + "\n", "\n".join(lines)
-    _, number, lower, _, _, difference = table.rows[0]
-    summary = f"AdamW on {lower} of {number} small problems (median difference {difference})"
-    assert summary in (DOCS / "howto" / "learning-rate.md").read_text()
+    _, number, lower, _, _, _, capped, _, _, difference = table.rows[0]
+    summary = (
+        f"lower than AdamW on {lower} of {number} small problems, and with that limit on {capped} (median {difference})"
+    )
+    assert summary in " ".join((DOCS / "howto" / "learning-rate.md").read_text().split())
 
 
 def test_losses_are_compared_by_seed_at_adamws_rate():
@@ -30,11 +32,14 @@ def test_losses_are_compared_by_seed_at_adamws_rate():
         ("a", "EGOP", 0.2): dict.fromkeys(range(5), 0.1),
         ("b", "AdamW", 0.1): adamws,
         ("b", "EGOP", 0.1): {**adamws, 4: math.inf},
+        ("b", "EGOP", 0.008): adamws,
     }
-    assert adamws_rate.compare(losses, "EGOP") == {
+    assert adamws_rate.compare(losses) == {
         "a": pytest.approx((-math.log(2), 0), abs=1e-12),
         "b": (math.inf, math.inf),
     }
+    losses["a", "EGOP", 0.008] = losses["a", "EGOP", 0.1]
+    assert adamws_rate.compare(losses, limit=0.008)["b"] == (0, 0)
 
 
 def test_missing_runs_are_done_once(tmp_path, monkeypatch):
@@ -44,6 +49,6 @@ def test_missing_runs_are_done_once(tmp_path, monkeypatch):
     for _ in range(2):
         adamws_rate.main("", "abc")
         assert adamws_rate.read_losses(tmp_path / "runs.jsonl") == {
-            ("table", method, 0.05): dict.fromkeys(range(5), 0.5) for method in ("AdamW", "EGOP")
+            ("table", *run): dict.fromkeys(range(5), 0.5) for run in (("AdamW", 0.05), ("EGOP", 0.05), ("EGOP", 0.008))
         }
-        assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 10
+        assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 15

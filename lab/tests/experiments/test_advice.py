@@ -145,10 +145,10 @@ def test_rates_are_good_if_one_is_close_to_the_tuned_loss():
     assert "frozen: 4 of 8 (50%, 95 %: 22% to 78%)" in targets["rates"].finding
 
 
-def test_the_page_of_starting_points_shows_the_records():
+def test_the_page_of_learning_rates_shows_the_records():
     docs = Path(__file__).parents[3] / "docs"
     table = AdviceExperiment("full", Store(docs / "records" / "advice.jsonl")).results().rate_table()
     lines = [f"| {' | '.join(row)} |" for row in (table.header, *table.rows)]
     lines.insert(1, "|---" * len(table.header) + "|")
-    shown = (docs / "howto" / "starting-points.md").read_text().split("<!-- records -->\n")[1]
+    shown = (docs / "howto" / "learning-rate.md").read_text().split("<!-- records -->\n")[1]
     assert shown == "\n".join(lines) + "\n", "\n".join(lines)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
+from egop_lab.plots.figures import draw_picture, save_figure
 from egop_lab.race import tables
+from egop_lab.race.picture import make_picture
 from egop_lab.race.results import load_records
 from egop_lab.race.tasks import TASKS
 from egop_lab.race.tune import read_losses
@@ -24,9 +27,24 @@ def records():
 @pytest.mark.parametrize("page", tables.PAGES)
 def test_pages_show_the_tables_of_the_records(records, page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert "<!-- race: results -->" in text
+    assert "<!-- race: " in text
     times = tables.load_times(RECORDS / "race-times.jsonl")
     assert text == tables.fill_tables(text, records, times), "run: python -m egop_lab.race.tables"
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_intervals_in_sentences_are_those_of_a_table(records, page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    known = {
+        cell.lstrip("+-").partition(" (")[0]
+        for make in (tables.make_results_table, tables.make_controls_table, tables.make_growth_table)
+        for row in make(records, {})
+        for cell in row
+    }
+    sentences = re.sub(r"<!-- race: .*?<!-- end -->", "", text, flags=re.DOTALL)
+    found = re.findall(r"\d\.\d+ ± \d\.\d+", sentences)
+    assert len(found) >= 2
+    assert set(found) <= known
 
 
 def test_losses_are_those_of_the_tuned_runs(records):
@@ -60,7 +78,23 @@ def test_a_curve_crosses_a_loss_between_two_evaluations():
 
 def test_rates_compare_medians_of_tuning_runs(records):
     _, _, row, *_ = tables.make_rates_table(records, {})
-    assert row == ["GPT 6×384, 400 steps", "1.4e-3", "1.4e-3", "0.000"]
+    assert row == ["GPT 6×384, 400 steps", "2.0e-3", "1.4e-3", "0.001"]
+
+
+def test_adamw_on_code_has_the_rate_that_is_best_at_full_length(records):
+    choice = tables.choose_run(TASKS["gpt-12x768-code"], "AdamW", read_losses(records.values()))
+    assert (choice.lr, choice.steps) == (1e-3, 573)
+
+
+def test_the_picture_is_that_of_the_records(records, tmp_path):
+    picture = make_picture(records, tables.load_times(RECORDS / "race-times.jsonl"))
+    assert [panel.title for panel in picture.panels] == ["GPT 6×384", "GPT 12×768", "ResNet-34", "ViT 6×384"]
+    save_figure(draw_picture(picture), tmp_path / "race.svg")
+    assert (tmp_path / "race.svg").read_bytes() == (ROOT / "docs" / "images" / "race.svg").read_bytes()
+    adamw, _, ours = picture.panels[0].series
+    assert (adamw.label, ours.label) == ("AdamW", "EGOP")
+    assert adamw.x[-1] == pytest.approx(400 * 0.00656, rel=0.01)
+    assert ours.low[-1] <= ours.median[-1] <= ours.high[-1] < adamw.low[-1]
 
 
 def test_the_length_that_reaches_a_loss_is_between_finished_ones():

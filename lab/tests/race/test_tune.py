@@ -189,4 +189,14 @@ def test_a_task_may_tune_the_rate_alone_by_shorter_runs():
     tuning = [run for run in losses if run.is_tuning]
     assert Counter(run.method for run in tuning) == dict.fromkeys(METHODS, 3)
     assert {(run.steps, run.clip, run.warmup) for run in tuning} == {(144, 1.0, 50)}
-    assert Counter(run.steps for run in losses if not run.is_tuning) == {573: 12}
+    assert Counter(run.steps for run in losses if not run.is_tuning) == {573: 12 + 2}
+
+
+def test_adamw_is_tuned_again_at_full_length_where_tuning_runs_are_shorter():
+    task = TASKS["gpt-12x768-code"]
+    guess = task.guesses["AdamW"]
+    short, full = bowl(task.guesses), bowl({"AdamW": guess + 1})
+    losses = finish(task, ["AdamW"], lambda run: (short if run.steps == 144 else full)(run))
+    by_rate = Counter(run.rate for run in losses if run.steps == 573)
+    assert by_rate == {guess - 1: 1, guess: 1, guess + 1: 3, guess + 2: 1}
+    assert plan_tuning(task, ["AdamW"], losses)[1]["AdamW"].rate == guess + 1

@@ -104,13 +104,13 @@ def test_the_report_shows_claims_numbers_settings_device_and_figures(tmp_path, t
     found = reproduction.load_sections(tmp_path / "records")
     reproduction.write_markdown(found, tmp_path / "out" / "reproduction.md")
     summary = (tmp_path / "out" / "reproduction.md").read_text()
-    assert "Of 1 claim of the paper 1 holds." in summary
+    assert "Of the paper's 1 claim, 1 holds." in summary
     assert "| [A <toy>](reproduction/toy.md) | 1 / 1 | All hold. |" in summary
     assert "Not run: hungry.\n" in summary
     assert not (tmp_path / "out" / "reproduction" / "hungry.md").exists()
     text = (tmp_path / "out" / "reproduction" / "toy.md").read_text()
     assert "| Fast is lower than slow \\| really. | holds | fast: 0.25; slow: 0.5. |  |" in text
-    assert "Preset: **quick**. 4 runs, 2 seconds in all, on CPU" in text
+    assert "preset **quick**: 4 runs, 2 seconds in all, on CPU" in text
     assert "| methods | [SGD; SGD, two-sided] |\n| sizes | [n 1, d 2; n 3, d 4] |" in text
     assert "](../images/reproduction/toy.svg)" in text
     assert (tmp_path / "out" / "images" / "reproduction" / "toy.svg").exists()
@@ -137,8 +137,8 @@ def test_claims_of_the_paper_targets_and_checks_are_counted_apart():
         judged("i", kind="check"),
     )
     assert reproduction.format_counts([found, section()]) == (
-        "Of 4 claims of the paper 2 hold, 1 does not hold, 1 cannot be judged; "
-        "of 3 targets of this project 1 is met, 2 are not; 2 checks passed."
+        "Of the paper's 4 claims, 2 hold, 1 does not hold, 1 cannot be judged; "
+        "of this project's 3 targets, 1 is met, 2 are not; 2 checks passed."
     )
     assert reproduction.format_counts([section(judged("h", kind="check"))]) == "1 check passed."
     assert reproduction.format_counts([section()]) == "Nothing has been run yet."
@@ -147,7 +147,7 @@ def test_claims_of_the_paper_targets_and_checks_are_counted_apart():
 def test_readings_of_ours_are_not_claims_of_the_paper(tmp_path):
     found = section(judged("a"), judged("b", "does not hold", "reading"))
     assert reproduction.format_counts([found]) == (
-        "Of 1 claim of the paper 1 holds; of 1 reading of its figures by us 1 does not hold."
+        "Of the paper's 1 claim, 1 holds; of our 1 reading of its figures, 1 does not hold."
     )
     assert wording.count_holding(found.judged) == "1 / 1"
     reproduction.write_markdown([found], tmp_path / "r.md")
@@ -171,8 +171,8 @@ def test_other_rules_thresholds_and_the_papers_numbers_stand_beside(tmp_path):
     reproduction.write_markdown(found, tmp_path / "r.md")
     assert row in (tmp_path / "r" / "toy.md").read_text()
     text = (tmp_path / "r.md").read_text()
-    assert "2 more claims would hold and 1 fewer" in text
-    assert "Does not hold: So it is and 1 more; 3 decided differently by another criterion." in text
+    assert "2 of the claims that fail would hold, and 1 of those that hold would fail" in text
+    assert "Does not hold: “So it is” and 1 other; 3 decided differently by another criterion." in text
 
 
 def get_methods(experiment, name, verdict, margin, kind="claim"):
@@ -203,7 +203,7 @@ def test_the_strongest_and_the_clearest_are_those_furthest_apart_one_an_experime
     assert [item.statement for item in wording.select_furthest(items, "holds")] == ["b.", "c."]
     assert [item.statement for item in wording.select_furthest(items, "does not hold")] == ["g.", "d."]
     assert [wording.format_distance(item) for item in (items[1], items[3])] == ["a factor of 1000", "a factor of 3.2"]
-    assert wording.format_distance(get_methods("one", "a", "holds", 25.2)) == "25 decades"
+    assert wording.format_distance(get_methods("one", "a", "holds", 25.2)) == "25 orders of magnitude"
 
 
 class Named(Toy):
@@ -282,7 +282,7 @@ def test_the_command_line_lists_runs_and_reports(tmp_path, toys):
     assert "holds: Fast is lower than slow" in ran.output
     report = egop_command("report", "--records", tmp_path / "records", "--out", tmp_path / "out")
     assert report.exit_code == 0, report.output
-    assert "Of 1 claim of the paper 1 holds." in report.output
+    assert "Of the paper's 1 claim, 1 holds." in report.output
     assert "fig:LRMF" in (tmp_path / "out" / "paper-index.md").read_text()
 
 
@@ -291,11 +291,11 @@ def test_the_command_line_lists_runs_and_reports(tmp_path, toys):
     [
         (["reproduce", "unknown"], "There is no experiment unknown. There are: toy, hungry."),
         (["reproduce", "toy", "--preset", "huge"], "Invalid preset value: huge. Must be quick or full."),
-        (["reproduce", "toy", "--all"], "Name experiments (toy) or give --all, not both."),
+        (["reproduce", "toy", "--all"], "Name experiments (toy) or pass --all, not both."),
         (["reproduce", "toy", "--device", "foo"], "Invalid device value: foo. Must be cpu or cuda."),
         (["reproduce", "toy", "--device", "meta"], "Invalid device value: meta. Must be cpu or cuda."),
         (["reproduce", "toy", "--device", "cuda:99"], "There is no CUDA:99 device here. Use --device cpu."),
-        (["reproduce", "toy", "--data", "/nonexist"], "There is no /nonexist: --data must name a folder or a file"),
+        (["reproduce", "toy", "--data", "/nonexist"], "There is no /nonexist: --data must name an existing folder"),
         (["report", "--records", "nowhere"], "There are no records in nowhere. Create some with"),
     ],
 )

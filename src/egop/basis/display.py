@@ -6,16 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
-from egop.formatting import format_bytes, format_percent, format_table, mask_layer_numbers, pluralize
+from egop.formatting import format_bytes, format_table, mask_layer_numbers, pluralize
 
-# Costs are given for a step with this many rows: tokens, examples, or positions of a convolution.
-_ROWS = 1024
-_COST_NOTE = (
-    f"cost: the basis products of a step relative to the weights' own forward and backward products on {_ROWS:,} rows "
-    "(tokens, examples, positions of a convolution); ten times as many rows, a tenth of the cost"
-)
-_FORWARD_AND_BACKWARD = 6  # floating-point operations per weight and row
-_HEADER = ["block", "structure", "size", "bytes", f"cost at {_ROWS:,} rows", "stable rank"]
+_HEADER = ["block", "structure", "size", "bytes", "stable rank"]
 # With more blocks than this, similar blocks of several layers share a row.
 _MANY = 12
 
@@ -25,13 +18,10 @@ def format_blocks(
 ) -> str:
     """Format changes of basis, and the weights left in original coordinates with the reason, as plain text."""
     rows = [_format_row(name, group, spectra) for name, group in _group(changes)]
-    size, flops = sum(change.block.size for change in changes), sum(change.cost_per_step for change in changes)
-    rows.append(
-        ["total", "", "", format_bytes(sum(change.nbytes for change in changes)), _format_cost(flops, size), ""]
-    )
+    rows.append(["total", "", "", format_bytes(sum(change.nbytes for change in changes)), ""])
     columns = len(_HEADER) if any(row[-1] for row in rows) else len(_HEADER) - 1
     table = format_table(_HEADER[:columns], [row[:columns] for row in rows])
-    return "\n".join([table, _COST_NOTE, *(f"{name} is not rotated: {reason}" for name, reason in unrotated.items())])
+    return "\n".join([table, *(f"{name} is not rotated: {reason}" for name, reason in unrotated.items())])
 
 
 def _group(changes: Sequence[ChangeOfBasis]) -> list[tuple[str, list[ChangeOfBasis]]]:
@@ -53,13 +43,8 @@ def _format_row(name: str, group: Sequence[ChangeOfBasis], spectra: Mapping[str,
         first.kind,
         " + ".join(" x ".join(map(str, shape)) or "1" for shape in first.block.shapes),
         format_bytes(sum(change.nbytes for change in group)),
-        _format_cost(first.cost_per_step, first.block.size),
         _format_rank([spectra[change.block.name] for change in group if change.block.name in spectra]),
     ]
-
-
-def _format_cost(flops: int, size: int) -> str:
-    return format_percent(flops / (_FORWARD_AND_BACKWARD * size * _ROWS) if size else 0.0)
 
 
 def _format_rank(spectra: Sequence[Spectrum]) -> str:

@@ -106,7 +106,7 @@ def build_change(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Cha
     parameters, transposed, stacked = (tuple(entry[key]) for key in ("parameters", "transposed", "stacked"))
     block = Block(entry["name"], parameters, tuple(map(torch.Size, entry["shapes"])), dtype, transposed, stacked)
     if not _is_possible(block):
-        raise ValueError(f"Block {block.name!r:.80} has shapes that no parameters have.")
+        raise ValueError(f"Block {block.name!r:.80} has invalid parameter shapes.")
     structure = CHANGE_TYPES[entry["structure"]](block, tensors, entry["settings"]).structure()
     structure.check(block)
     change, shapes = structure.change(block, tensors), structure.basis_shapes(block)

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from egop.basis import Plan
 from egop.diagnose.training import Build, Run, Trainer, build_optimizer, clock
 from egop.estimation import Objective
-from egop.formatting import pluralize
+from egop.formatting import pluralize, progress_interval
 from egop.numerics import check_positive_int
 
 # Steps of a run in each stage: a fraction of the planned training, or a fixed number if its length is unknown.
@@ -254,7 +254,7 @@ class _Racer:
             f"(budget {self.budget:g} s).",
             file=sys.stderr,
         )
-        self.bar = tqdm(total=steps, desc="Race", bar_format=_BAR, delay=1e-9)
+        self.bar = tqdm(total=steps, desc="Race", bar_format=_BAR, delay=1e-9, mininterval=progress_interval())
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
         self.candidates.remove(candidate)

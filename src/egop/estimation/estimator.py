@@ -269,7 +269,7 @@ def _warn_if_too_few_samples(spectra: Mapping[str, Spectrum]) -> None:
         return
     samples = max(spectrum.samples for spectrum in unsupported.values())
     logger.warning(
-        "%s too few for the basis of %s: more than half of what the spectrum shows is chance. Use samples=%d. If that "
+        "%s too few for the basis of %s: more than half of the spectrum is sampling noise. Use samples=%d. If that "
         "does not help, leave the weight in original coordinates.",
         "1 draw is" if samples == 1 else f"{samples} draws are",
         list_first([f"'{name}'" for name in unsupported], _MAX_LISTED),

@@ -16,6 +16,7 @@ from egop.basis import strip_compile_prefix
 from egop.distributed import is_sharded
 from egop.estimation import processes
 from egop.estimation.batches import move_batches
+from egop.formatting import pluralize
 from egop.numerics import get_random_state, seed_everything, set_random_state
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -41,8 +42,8 @@ class Objective:
         >>> batches = [(torch.ones(8, 3), torch.zeros(8, 1))]
         >>> loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
         >>> objective = egop.Objective(model, loss, batches)
-        >>> sorted(objective.parameters)
-        ['bias', 'weight']
+        >>> objective
+        Objective(Linear, 4 parameters in 2 tensors)
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, batches: Iterable[Any]) -> None:
@@ -90,6 +91,12 @@ class Objective:
         objective._tensors = dict(tensors)
         return objective
 
+    def __repr__(self) -> str:
+        parameters = self.parameters.values()
+        size, tensors = sum(tensor.numel() for tensor in parameters), pluralize(len(parameters), "tensor")
+        kind = "function" if self.module is None else type(self._model).__name__
+        return f"Objective({kind}, {size:,} parameters in {tensors})"
+
     @property
     def module(self) -> nn.Module | None:
         """The module that owns the parameters; None for a function of tensors."""
@@ -124,8 +131,8 @@ class Objective:
                 raise ValueError("The batches are empty: the objective needs at least one batch.")
             if is_empty:
                 raise ValueError(
-                    f"The batches could be iterated only {passes} time(s): an iterator or generator is used up after "
-                    "one pass. Give a list or a DataLoader, which can be iterated again."
+                    f"The batches could be iterated only {passes} time(s): an iterator or generator is exhausted after "
+                    "one pass. Pass a list or a DataLoader, which can be iterated again."
                 )
             passes += 1
 

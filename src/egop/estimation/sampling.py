@@ -23,6 +23,7 @@ from egop.estimation.gradients import (
 )
 from egop.estimation.objective import Objective
 from egop.estimation.rho import Distribution
+from egop.formatting import progress_interval
 from egop.numerics import RandomStream, check_positive_int, full_precision, has_drawn_outside_torch
 
 logger = logging.getLogger("egop")
@@ -95,7 +96,9 @@ def sample_gradients(
         )
         size -= size % BLOCK_POINTS if size > BLOCK_POINTS else 0  # taking whole blocks needs no copy
         # Open the bar only now, so that log lines about the choice do not interrupt it.
-        bar = stack.enter_context(tqdm(total=len(share), desc="Sampling gradients", disable=not progress))
+        bar = stack.enter_context(
+            tqdm(total=len(share), desc="Sampling gradients", disable=not progress, mininterval=progress_interval())
+        )
         done = share.start
         while done < share.stop:
             points = source.take(done, min(size, share.stop - done))

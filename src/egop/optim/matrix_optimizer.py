@@ -262,7 +262,7 @@ def _check_hyperparameters(defaults: Mapping[str, Any]) -> None:
 def _dense_gradient(weight: Tensor) -> Tensor:
     assert weight.grad is not None
     if weight.grad.layout is not torch.strided:
-        raise TypeError("egop.optim does not take sparse gradients. Use sparse=False in the embedding.")
+        raise TypeError("egop.optim does not support sparse gradients: use sparse=False in embeddings.")
     return weight.grad
 
 

@@ -257,7 +257,7 @@ class BoundParameters:
             if id(tensor) not in known and name in taken:
                 raise ValueError(f"A new one takes the position of '{name}', which is still there, so it has no name.")
             if not tensor.is_leaf:
-                raise ValueError(f"'{name}' is not a leaf: it was computed from others.")
+                raise ValueError(f"'{name}' is not a leaf: it was computed from other tensors.")
         return names
 
     def find_replaced(self, groups: Groups) -> dict[Tensor, Tensor]:

@@ -183,8 +183,8 @@ def _apply_edit(entry: Entry, edited: Mapping[Any, Any], block: BoundBlock | Non
     inner = {key: value for key, value in edited.items() if not str(key).startswith(OWN)}
     if inner and block is not None and block.originals[0] is not parameter:
         raise ValueError(
-            f"It has {sorted(map(str, inner))} for a parameter of block '{block.name}', whose state is with its first "
-            f"parameter, '{block.change.block.parameters[0]}'."
+            f"It has {sorted(map(str, inner))} for a parameter of block '{block.name}', whose state is stored with its "
+            f"first parameter, '{block.change.block.parameters[0]}'."
         )
     clock = entry[CLOCK].clone()
     clock[-1] = bool(inner)
@@ -298,7 +298,7 @@ def _read_entries(state_dict: Any, engine: Engine) -> tuple[list[Mapping[str, An
     state, groups = state_dict["state"], engine.param_groups
     if not any(ABOUT in item for item in state.values() if isinstance(item, Mapping)):
         raise ValueError(
-            "It was saved by a plain optimizer. Moments of another coordinate system cannot be loaded: load the "
+            "It was saved by a plain optimizer. Moments from another coordinate system cannot be loaded: load the "
             "model's weights alone, and start with a new optimizer."
         )
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]

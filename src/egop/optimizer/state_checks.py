@@ -85,7 +85,7 @@ class StateCheck:
                 given = f"a {str(value.layout).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
             raise ValueError(f"{label} is {given}. Must be a tensor of shape {tuple(shape)}.")
         if value.dtype != dtype and not (self._cast and value.is_floating_point()):
-            raise ValueError(f"{label} is of {value.dtype}. Must be of {dtype}.")
+            raise ValueError(f"{label} has dtype {value.dtype}. Must be {dtype}.")
         if is_count and not 0 <= float(value) < math.inf:
             raise ValueError(f"{label} is {float(value)}. Must be a count.")
         return self._copy(value, tensor, "") if like is tensor else value.to(like, copy=True)

@@ -115,8 +115,8 @@ class WeightChoice:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return True if a pattern matches a weight's name, or that of the layer that holds it."""
-    return any(fnmatch.fnmatchcase(each, pattern) for each in (name, name.removesuffix(".weight")))
+    """Return True if a pattern matches a weight's name, or that of a module that holds it."""
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
 
 
 def _join(names: Iterable[str]) -> str:

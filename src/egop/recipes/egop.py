@@ -36,7 +36,7 @@ class EGOP(Optimizer):
 
     Use it in place of AdamW, with the same learning rate and weight decay. The update of a weight matrix has a root
     mean square of lr · 0.4 · √max(1, outputs / inputs) if the model has normalization layers, and of half that
-    otherwise; so the learning rate that is best for AdamW is close to the best for EGOP.
+    otherwise, so AdamW's best learning rate is a good starting point if it is at most 0.008.
 
     Weights of linear layers, convolutions, attention and experts are updated by :class:`egop.optim.PolarAdam` in
     coordinates in which their momentum has uncorrelated rows: the smaller side of each weight is rotated, and the
@@ -48,7 +48,7 @@ class EGOP(Optimizer):
 
     Args:
         params: a module; or ``model.named_parameters()`` or parameter groups, together with ``model``.
-        lr: learning rate, the same as AdamW's.
+        lr: learning rate. Start from AdamW's, but not above 0.008.
         betas: decay of the running means of gradients and of their squares, for all parameters.
         eps: added to the root of the mean square.
         weight_decay: decoupled weight decay for all parameters. To exclude norms and biases, put them in a group of
@@ -56,7 +56,7 @@ class EGOP(Optimizer):
         rotate: set to False to run the same base optimizer on the same weights without a rotation.
         every: largest number of steps between renewals of a rotation. There are more at first: after steps 1, 2, 3, 4,
             6, 8, 12, 16, 24, ...
-        exclude: name patterns, such as ``"*.gate"``, of layers or weights to leave to AdamW.
+        exclude: name patterns, such as ``"*.gate"``, of modules or weights to leave to AdamW.
         update_rms: the factor 0.4 or 0.2 of the rule above. Set it to 0.4 if the model normalizes activations by
             functions instead of modules.
         model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
@@ -199,7 +199,7 @@ class EGOP(Optimizer):
                     if gradient is None or not parameter.numel():
                         continue
                     if gradient.layout is not torch.strided:
-                        raise TypeError("egop.EGOP does not take sparse gradients. Use sparse=False in the embedding.")
+                        raise TypeError("egop.EGOP does not support sparse gradients: use sparse=False in embeddings.")
                     matrix = known.get(name)
                     own = others if matrix is None else matrices.setdefault((index, matrix), ([], []))
                     own[0].append(parameter)
@@ -245,7 +245,8 @@ class EGOP(Optimizer):
     def __repr__(self) -> str:
         trained = [name for name, parameter in self._named_parameters() if parameter.requires_grad]
         count = sum(name in self._choice.matrices for name in trained)
-        matrices = pluralize(count, "rotated weight" if self.defaults["rotate"] else "unrotated weight")
+        rotated = self.defaults["rotate"]
+        matrices = pluralize(count, "rotated weight") if rotated else f"{pluralize(count, 'weight')} without rotation"
         others = pluralize(len(trained) - count, "other parameter")
         rates = " and ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self.param_groups))
         return f"{type(self).__name__}({matrices}, AdamW for {others}, lr={rates})"

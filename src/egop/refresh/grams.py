@@ -123,7 +123,7 @@ class GramMatrices:
         by_block = {}
         for block in blocks:
             if missing := [key for key in block.change.tensors if f"{_PREFIX}{key}" not in states[block.name]]:
-                raise ValueError(f"It has no Gram matrix '{missing[0]}' of block '{block.name}'.")
+                raise ValueError(f"It has no Gram matrix '{missing[0]}' for block '{block.name}'.")
             grams = {key: to_full(states[block.name][f"{_PREFIX}{key}"]) for key in block.change.tensors}
             shapes, expected = {key: gram.shape for key, gram in grams.items()}, _gram_shapes(block.change)
             if shapes != expected:

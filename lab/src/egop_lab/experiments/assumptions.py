@@ -98,7 +98,7 @@ class AssumptionsExperiment(Experiment):
         for run in self.records(kind="filters"):
             found, trained = run.result, run.config["trained"]
             alike = all(found[f"{name} of two"] >= _ALIKE * found[f"{name} of one"] for name in ("cosine", "alignment"))
-            words = "The EGOP matrices of the filters of one layer are similar at initialisation."
+            words = "The EGOP matrices of the filters of one layer are similar at initialization."
             judged.append(
                 Judgement(
                     f"assumptions/filters{'-trained' if trained else ''}",

@@ -70,7 +70,7 @@ class DigitsSpectrumExperiment(Experiment):
             ),
             Picture(
                 "digits-spectrum-rho",
-                "The same for other sampling distributions ρ: normal ones and the network's initialisation.",
+                "The same for other sampling distributions ρ: normal ones and the network's initialization.",
                 [Panel("All eigenvalues", "k", "λₖ/λ₁", whole), Panel("The leading ones", "k", "λₖ/λ₁", leading)],
             ),
         ]
@@ -167,7 +167,7 @@ def _judge_comparable(records: Mapping[str, Record]) -> Judgement:
     gap = float(np.median(gaps))
     return Judgement(
         "digits-spectrum/initialisation",
-        "The initialisation has a spectrum very comparable to that of the standard normal distribution.",
+        "The initialization has a spectrum very comparable to that of the standard normal distribution.",
         to_verdict(gap < 0.5),
         f"λₖ/λ₁ differ by a factor of {10**gap:.2g} in the median over k; "
         f"stable ranks {initial['stable rank']:.3g} and {normal['stable rank']:.3g}.",

@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 
+from egop_lab.plots.figures import draw_picture, save_figure
+from egop_lab.race.picture import make_picture
 from egop_lab.race.results import Records, interval, load_records
 from egop_lab.race.tasks import TASKS, Run, Task
-from egop_lab.race.tune import Losses, final_runs, plan_longer, plan_tuning, read_losses, start_tuning
+from egop_lab.race.tune import Losses, final_runs, median_loss, plan_longer, plan_tuning, read_losses
 
 PAGES = ("README.md", "docs/results.md")
 TITLES = {
@@ -36,15 +38,8 @@ PARAMETERS = {
     "gpt-12x768-400": "86 M",
     "gpt-12x768-code": "136 M",
 }
-# The columns, by method. EGOP comes first, where a narrow screen shows it.
-METHODS = {
-    "EGOP": "EGOP",
-    "AdamW": "AdamW",
-    "Muon": "Muon",
-    "NorMuon": "NorMuon",
-    "SOAP": "SOAP",
-    "SGD": "SGD",
-}
+# The columns. EGOP comes first, where a narrow screen shows it.
+METHODS = ("EGOP", "AdamW", "Muon", "NorMuon", "SOAP", "SGD")
 VARIANTS = {
     "PolarAdam": "no rotation (`rotate=False`)",
     "EGOP, random rotation": "random rotation",
@@ -113,22 +108,28 @@ def format_losses(task: Task, losses: Mapping[int, float]) -> str:
     return f"{mean:.3f} ± {half:.3f}" + (f" ({len(losses)} seeds)" if len(losses) < task.seeds else "")
 
 
-def format_difference(losses: Mapping[int, float], others: Mapping[int, float]) -> str:
-    """Format the mean difference at shared seeds with its 95 % interval; without it if there is one such seed."""
+def format_difference(task: Task, losses: Mapping[int, float], others: Mapping[int, float]) -> str:
+    """Format the mean difference at shared seeds with its 95 % interval, and their number if some are missing."""
     differences = [loss - others[seed] for seed, loss in losses.items() if seed in others]
     if len(differences) < 2:
         return f"{differences[0]:+.3f} (1 seed)" if differences else _MISSING
-    return "{:+.3f} ± {:.3f}".format(*interval(differences))
+    fewer = f" ({len(differences)} seeds)" if len(differences) < task.seeds else ""
+    return "{:+.3f} ± {:.3f}".format(*interval(differences)) + fewer
 
 
-def make_results_table(records: Records, times: Times) -> list[list[str]]:
+def make_summary_table(records: Records, times: Times) -> list[list[str]]:
+    """Return the table of results with the methods that all tasks have."""
+    return make_results_table(records, times, methods=("EGOP", "AdamW", "Muon"))
+
+
+def make_results_table(records: Records, times: Times, methods: Sequence[str] = METHODS) -> list[list[str]]:
     """Return the test loss of each method on each task, and how many times as long AdamW must train to match EGOP."""
-    rows = [["test loss", *METHODS.values(), "AdamW needs, to match EGOP"]]
+    rows = [["test loss", *methods, "steps AdamW needs to match EGOP"]]
     for task in _list_tasks(records):
-        losses = {method: final_losses(records, task, method) for method in METHODS}
+        losses = {method: final_losses(records, task, method) for method in methods}
         means = {multiple: statistics.fmean(some.values()) for multiple, some in longer_losses(records, task).items()}
         ours = statistics.fmean(losses["EGOP"].values())
-        needed = f"{steps_needed(means, ours)} the steps" if len(means) > 1 else _MISSING
+        needed = steps_needed(means, ours) if len(means) > 1 else _MISSING
         rows.append([TITLES[task.name], *(format_losses(task, some) for some in losses.values()), needed])
     return _drop_empty_columns(rows)
 
@@ -138,18 +139,21 @@ def make_controls_table(records: Records, times: Times) -> list[list[str]]:
     rows = [["test loss", *CONTROLS.values(), "EGOP minus `rotate=False`, shared seeds"]]
     for task in _list_tasks(records):
         losses = {method: final_losses(records, task, method) for method in CONTROLS}
-        gain = format_difference(losses["EGOP"], losses["PolarAdam"])
+        gain = format_difference(task, losses["EGOP"], losses["PolarAdam"])
         rows.append([TITLES[task.name], *(format_losses(task, some) for some in losses.values()), gain])
     return rows
 
 
 def make_variants_table(records: Records, times: Times) -> list[list[str]]:
     """Return how much higher the validation loss of variants is than EGOP's at the same seeds."""
-    task = TASKS["gpt-6x384-400"]
-    ours = final_losses(records, task, "EGOP", "validation")
-    rows = [["variant", f"validation loss minus EGOP's, {TITLES[task.name]}"]]
+    tasks = [task for task in _list_tasks(records) if final_losses(records, task, next(reversed(VARIANTS)))]
+    ours = {task.name: final_losses(records, task, "EGOP", "validation") for task in tasks}
+    rows = [["validation loss minus EGOP's", *(TITLES[task.name].partition(",")[0] for task in tasks)]]
     for method, title in VARIANTS.items():
-        rows.append([title, format_difference(final_losses(records, task, method, "validation"), ours)])
+        found = [final_losses(records, task, method, "validation") for task in tasks]
+        rows.append(
+            [title, *(format_difference(t, losses, ours[t.name]) for t, losses in zip(tasks, found, strict=True))]
+        )
     return rows
 
 
@@ -159,26 +163,30 @@ def make_growth_table(records: Records, times: Times) -> list[list[str]]:
     for task in _list_tasks(records):
         if task.name in PARAMETERS:
             ours, *others = (final_losses(records, task, method) for method in ("EGOP", "AdamW", "Muon"))
-            differences = [format_difference(ours, some) for some in others]
+            differences = [format_difference(task, ours, some) for some in others]
             rows.append([PARAMETERS[task.name], f"{task.steps:,}", *differences])
     return rows
 
 
 def make_rates_table(records: Records, times: Times) -> list[list[str]]:
-    """Return the best learning rates of AdamW and EGOP, and what EGOP loses at AdamW's, in tuning runs."""
+    """Return the tuned learning rates of AdamW and EGOP, and what EGOP loses at AdamW's, in tuning runs."""
     rows = [["learning rate", "AdamW's best", "EGOP's best", "EGOP at AdamW's: above its own best"]]
     losses = read_losses(records.values())
     for task in _list_tasks(records):
-        adamw, tuning = (start_tuning(task, method, losses) for method in ("AdamW", "EGOP"))
-        above = tuning.median(rate=adamw.best) - tuning.tried[tuning.best]
-        rates = [f"{1e-3 * 2 ** (rate / 2):.1e}".replace("e-0", "e-") for rate in (adamw.best, tuning.best)]
-        rows.append([TITLES[task.name], *rates, _MISSING if math.isnan(above) else f"{above:.3f}"])
+        adamw, ours = (choose_run(task, method, losses) for method in ("AdamW", "EGOP"))
+        assert adamw is not None
+        assert ours is not None
+        medians = [median_loss(task, ours, rate, losses) for rate in (adamw.rate, ours.rate)]
+        above = _MISSING if math.isnan(medians[0]) else f"{medians[0] - medians[1]:.3f}"
+        rates = [f"{run.lr:.1e}".replace("e-0", "e-") for run in (adamw, ours)]
+        rows.append([TITLES[task.name], *rates, above])
     return rows
 
 
 def make_longer_table(records: Records, times: Times) -> list[list[str]]:
-    """Return AdamW's test loss by the length of the training."""
+    """Return AdamW's test loss by the length of the training, where there are several."""
     found = {task.name: longer_losses(records, task) for task in _list_tasks(records)}
+    found = {name: losses for name, losses in found.items() if len(losses) > 1}
     multiples = sorted({multiple for losses in found.values() for multiple in losses})
     rows = [["AdamW's test loss", *(f"{multiple:g}× the steps" for multiple in multiples)]]
     rows += [
@@ -190,7 +198,7 @@ def make_longer_table(records: Records, times: Times) -> list[list[str]]:
 
 def make_reach_table(records: Records, times: Times) -> list[list[str]]:
     """Return when EGOP reaches AdamW's final loss during a run, as parts of AdamW's steps and of its time."""
-    rows = [["EGOP reaches AdamW's final validation loss after", "of the steps", "of the time"]]
+    rows = [["reached after", "of the steps", "of the time"]]
     losses = read_losses(records.values())
     for task in _list_tasks(records):
         choices = [choose_run(task, method, losses) for method in ("AdamW", "EGOP")]
@@ -228,6 +236,7 @@ def make_times_table(records: Records, times: Times) -> list[list[str]]:
 
 
 TABLES: Mapping[str, Callable[[Records, Times], list[list[str]]]] = {
+    "summary": make_summary_table,
     "results": make_results_table,
     "controls": make_controls_table,
     "variants": make_variants_table,
@@ -288,11 +297,12 @@ def _drop_empty_columns(rows: list[list[str]]) -> list[list[str]]:
 
 
 def main() -> int:
-    """Rewrite the tables of all pages below the current folder."""
+    """Rewrite the tables of all pages below the current folder, and the picture."""
     folder = Path("docs/records")
     records, times = load_records(folder / "race.jsonl"), load_times(folder / "race-times.jsonl")
     for page in map(Path, PAGES):
         page.write_text(fill_tables(page.read_text(encoding="utf-8"), records, times), encoding="utf-8")
+    save_figure(draw_picture(make_picture(records, times)), Path("docs/images/race.svg"))
     return 0
 
 

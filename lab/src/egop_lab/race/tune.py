@@ -49,7 +49,7 @@ RULES = """
    rotated instead of the smaller one, renewals at least every 20 steps instead of every 200. The mean difference of the
    validation loss to EGOP's at the same seeds decides. (Since 2026-11-18, before their first run.)
 10. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
-11. EGOP also makes tuning runs at AdamW's best rate, to see what it loses there. (Since 2026-11-18.)
+11. EGOP also makes tuning runs at AdamW's tuned rate, to see what it loses there. (Since 2026-11-18.)
 12. On Python code AdamW's rate is tuned again by full-length runs with seed 0: three rates around its best one, more
    until the best has a tried rate on both sides; the validation loss decides. (Since 2026-11-18, after three of these
    runs, which were to check whether shorter runs had chosen well: a rate of 1e-3 was better than 7e-4.)
@@ -170,6 +170,16 @@ def tune_again(choice: Run, steps: int, losses: Losses, seeds: Sequence[int]) ->
     return tuning.missing_runs(rates) if rates else dataclasses.replace(tuning.base, rate=tuning.best)
 
 
+def median_loss(task: Task, choice: Run, rate: int, losses: Losses) -> float:
+    """Return the median loss of a method's tuning runs at a rate, otherwise as tuned; nan while a seed is missing."""
+    return start_tuning(task, choice.method, losses).median(rate=rate, **_settings(choice))
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """Return the tuned hyper-parameters besides the rate."""
+    return {"beta": run.beta, "warmup": run.warmup, "clip": run.clip}
+
+
 def list_variants(task: Task, method: str) -> dict[str, Any]:
     """Return the value of each further hyper-parameter that is tried against the base value."""
     values = {"beta": task.betas[method], "warmup": task.warmups, "clip": task.clips}
@@ -230,8 +240,7 @@ def plan(task: Task, methods: Sequence[str], losses: Losses, baseline: str = BAS
     """
     runs, choices = plan_tuning(task, methods, losses)
     if {baseline, "EGOP"} <= choices.keys():
-        at_baseline = [start_tuning(task, baseline, losses).best]
-        runs += start_tuning(task, "EGOP", losses).missing_runs(at_baseline)
+        runs += start_tuning(task, "EGOP", losses).missing_runs([choices[baseline].rate], **_settings(choices["EGOP"]))
     finals = [final_runs(task, choice) for choice in choices.values()]
     runs += [run for seed in zip(*finals, strict=True) for run in seed]
     for multiple in task.multiples if baseline in choices else ():

@@ -24,7 +24,7 @@ def write_markdown(sections: Sequence[reproduction.Section], path: Path) -> None
     for each in STATEMENTS:
         for reason in each.missing:
             missing.setdefault(reason, []).append(f"`{each.label}`")
-    lines = ["# Where everything of the paper is", "", _INTRODUCTION.format(pluralize(len(STATEMENTS), "label")), ""]
+    lines = ["# Index of the paper's statements", "", _INTRODUCTION.format(pluralize(len(STATEMENTS), "label")), ""]
     lines += ["| label | what it is | where | verdict |", "|---|---|---|---|"]
     lines += [f"| {statement_cells(each)} | {_verdict(each, about)} |" for each in STATEMENTS]
     lines += ["", "## What is not here, or not as the paper has it", ""]

@@ -19,9 +19,9 @@ _INTRODUCTION = (
     "the paper's own criterion; results under alternative criteria, mostly ours, are listed alongside. If the paper "
     "gives no threshold, we chose one and state it. Claims and thresholds were written down after the records existed, "
     "so none of them is a preregistered test, except on the pages that say so. All numbers come from the records: "
-    "egop-lab reproduce made them, and egop-lab report wrote these pages."
+    "`egop-lab reproduce` made them, and `egop-lab report` wrote these pages."
 )
-_QUICK = " Sections of the quick preset ran at small sizes with few trials."
+_QUICK = " Experiments with the quick preset ran at small sizes and with few trials."
 _HEADER = ("experiment", "claims that hold", "remarks")
 
 # Singular and plural.
@@ -91,12 +91,12 @@ def format_counts(found: Sequence[Section]) -> str:
     verdicts = {kind: [item.verdict for item in judged if item.kind == kind] for kind in kinds}
     checks = sum(item.kind == "check" for item in judged)
     parts = [
-        f"of {pluralize(len(given), what)} {whose} {_tally(given, words)}"
-        for given, what, whose, words in (
-            (verdicts["claim"], "claim", "of the paper", _CLAIMS),
-            (verdicts["reading"], "reading", "of its figures by us", _CLAIMS),
-            (verdicts["target"], "target", "of this project", _TARGETS),
-            (verdicts["control"], "control", "of ours", _CLAIMS),
+        f"of {whose} {pluralize(len(given), what)}{where}, {_tally(given, words)}"
+        for given, whose, what, where, words in (
+            (verdicts["claim"], "the paper's", "claim", "", _CLAIMS),
+            (verdicts["reading"], "our", "reading", " of its figures", _CLAIMS),
+            (verdicts["target"], "this project's", "target", "", _TARGETS),
+            (verdicts["control"], "our", "control", "", _CLAIMS),
         )
         if given
     ] + ([f"{pluralize(checks, 'check')} passed"] if checks else [])
@@ -191,14 +191,14 @@ def _get_experiment_id(item: Judgement) -> str:
 
 
 def _highlight(item: Judgement) -> str:
-    return f"{item.statement} {item.finding} Apart: {wording.format_distance(item)}."
+    return f"{item.statement} {item.finding} They differ by {wording.format_distance(item)}."
 
 
 def _markdown(section: Section) -> list[str]:
     one = section.experiment
-    lines = [f"# {one.title} (`{one.id}`)", ""]
+    lines = [f"# {one.title}", ""]
     lines += [line for remark in section.remarks for line in (f"**{remark}**", "")]
-    lines += [_describe_place(one), f"Preset: **{one.preset}**. {_describe_runs(section)}"]
+    lines += [_describe_place(one), f"Experiment `{one.id}`, preset **{one.preset}**: {_describe_runs(section)}"]
     if differs := wording.describe_deviations(one):
         lines += ["", differs]
     lines += ["", "| claim | verdict | measured | in the paper |", "|---|---|---|---|"]

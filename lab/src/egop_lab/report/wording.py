@@ -9,9 +9,9 @@ from egop_lab.formatting import pluralize
 from egop_lab.report.failures import find_cause
 
 RULE = (
-    "Selected automatically: among the paper's claims that compare two measured numbers and get the same verdict under "
-    "every criterion, those with the largest ratio between the two numbers, at most one per experiment. A target that "
-    "is never reached counts as taking the whole run."
+    "Selected automatically: of the paper's claims that compare two numbers and get the same verdict under every "
+    "criterion, those with the largest ratio between the numbers, at most one per experiment. A target that is never "
+    "reached counts as taking the whole run."
 )
 
 
@@ -51,11 +51,11 @@ def format_value(value: Any) -> str:
 
 
 def count_holding(judged: Sequence[Judgement]) -> str:
-    """Count the judged claims that hold; if there are none, the targets or the controls."""
+    """Count the judged claims that hold; without claims, the targets or the controls."""
     kind = next((kind for kind in ("claim", "target") if any(item.kind == kind for item in judged)), "control")
     decided = [item for item in judged if item.kind == kind and item.verdict != "cannot be judged"]
     good = sum(item.verdict == "holds" for item in decided)
-    return f"{good} / {len(decided)}{'' if kind == 'claim' else f' {kind}s'}"
+    return f"{good} / {len(decided)}{'' if kind == 'claim' else f' {kind}s'}" if decided else "–"
 
 
 def summarize_verdicts(judged: Sequence[Judgement]) -> str:
@@ -66,9 +66,9 @@ def summarize_verdicts(judged: Sequence[Judgement]) -> str:
     flipped = sum(map(_has_opposite, own))
     if failed:
         worst = min(failed, key=lambda item: 0.0 if item.margin is None else item.margin)
-        more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-        words = worst.statement.removesuffix(".").removeprefix("Target: ")
-        parts = [f"does not hold: {words}{more}"]
+        more = f" and {pluralize(len(failed) - 1, 'other')}" if len(failed) > 1 else ""
+        words = worst.statement.removesuffix(".").removeprefix("Target: ").removeprefix("Control: ")
+        parts = [f"does not hold: “{words}”{more}"]
     else:
         some = "all that could be judged hold" if len(own) > unknown else "nothing could be judged"
         parts = [some if unknown else "all hold"]
@@ -103,10 +103,10 @@ def select_furthest(judged: Iterable[Judgement], verdict: str, count: int = 3) -
 
 
 def format_distance(item: Judgement) -> str:
-    """Say how far apart the numbers are."""
+    """Say how much the two numbers differ."""
     assert item.margin is not None
     factor = abs(item.margin)
-    return f"{factor:.0f} decades" if factor >= 4 else f"a factor of {_format_factor(10**factor)}"
+    return f"{factor:.0f} orders of magnitude" if factor >= 4 else f"a factor of {_format_factor(10**factor)}"
 
 
 def _format_factor(number: float) -> str:
@@ -149,6 +149,6 @@ def describe_changes(judged: Sequence[Judgement]) -> str:
     if not gained + lost:
         return ""
     return (
-        f"Under alternative criteria, {pluralize(gained, 'more claim')} would hold and {lost} fewer; claims that the "
-        "paper's own criterion cannot judge are not counted."
+        f"Under alternative criteria, {gained} of the claims that fail would hold, and {lost} of those that hold would "
+        "fail; claims that the paper's own criterion cannot judge are not counted."
     )

@@ -55,8 +55,8 @@ class ChangeOfBasis(abc.ABC):
         known = CHANGE_TYPES.setdefault(cls.kind, cls)
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise TypeError(
-                f"{cls.__qualname__} has the kind '{cls.kind}' of {known.__module__}.{known.__qualname__}: a saved "
-                "basis could not tell them apart. Give it another kind."
+                f"{cls.__qualname__} has the same kind, '{cls.kind}', as {known.__module__}.{known.__qualname__}: a "
+                "saved basis could not tell them apart. Give it another kind."
             )
         CHANGE_TYPES[cls.kind] = cls  # a notebook may define the class again
 
