@@ -69,6 +69,15 @@ def test_excluded_weights_are_left_to_adamw():
     assert optimizer.plan.unrotated == LEFT | {"up.weight": "excluded", "experts": "excluded"}
 
 
+def test_a_pattern_that_names_a_module_excludes_all_weights_in_it():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4), nn.Linear(4, 2))
+    assert make(model, exclude=["0"]).plan.unrotated == {
+        "0.0.weight": "excluded",
+        "0.1.weight": "excluded",
+        "2.weight": "the output head",
+    }
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
