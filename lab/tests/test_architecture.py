@@ -98,7 +98,7 @@ PACKAGES = {
     "theory": (),
     "builders": ("data",),
     "methods": ("builders",),
-    "race": ("files", "models", "data", "gpu", "muon", "builders"),
+    "race": ("plots", "files", "models", "data", "gpu", "muon", "builders"),
     "training": ("formatting", "files", "models", "data", "gpu", "builders", "methods"),
     "experiments": (
         "formatting",

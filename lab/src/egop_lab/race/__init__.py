@@ -9,7 +9,8 @@ r"""The race: optimizers trained on the same tasks under rules that were fixed b
 - ``run.py``: ``python -m egop_lab.race.run``; worker processes share one GPU, records are appended to a JSONL file.
 - ``timing.py``: ``python -m egop_lab.race.timing``; times that ``run`` records are of runs that share the GPU.
 - ``results.py``: reads records and prints what they say so far.
-- ``tables.py``: ``python -m egop_lab.race.tables`` writes the tables of the README and the docs from the records.
+- ``tables.py``: ``python -m egop_lab.race.tables`` writes the tables of the README and the docs from the records, and
+  the picture of ``picture.py``.
 
 A slice on a GPU, with WikiText-2 in ``.data/wikitext-2``::
 
