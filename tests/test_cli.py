@@ -120,7 +120,7 @@ def test_diagnose_prints_the_answer_and_a_table(run, target, tmp_path):
     result = run("diagnose", target, "--steps", "20", "--plot", str(plot))
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0].startswith(("Keep AdamW", "Use "))
+    assert lines[0].startswith(("Perhaps keep AdamW", "Perhaps use "))
     assert lines[5].split() == ["candidate", "learning", "rate", "loss", "steps", "step", "time", "time"]
     assert "Race of 4 candidates" in result.stderr
     assert plot.stat().st_size > 0

@@ -33,7 +33,7 @@ def diagnose(objective, **options):
 def test_adamw_is_kept_where_its_steps_are_several_times_faster():
     found = diagnose(make_objective(dropout=0.0))
     assert found.advised == "AdamW"
-    assert found.verdict.startswith("Keep AdamW: torch.optim.AdamW(model.parameters(), lr=")
+    assert found.code.startswith("torch.optim.AdamW(model.parameters(), lr=")
     assert ", the closest, reaches the same loss in" in found.verdict
     assert sorted(found.comparisons) == ["AdamW", "AdamW with Online", "EGOP", "EGOP without rotation"]
 
@@ -185,6 +185,13 @@ def test_the_answer_has_four_lines_and_a_table():
     assert found.code == "egop.EGOP(model, lr=0.01)"
 
 
+def test_short_runs_leave_the_answer_uncertain():
+    found = made_up(early=(0.5,), late=(0.5,))
+    assert not found.doubts
+    found.race.lengths = (8, 20)
+    assert found.doubts == ["runs of 20 steps say little"]
+
+
 def test_time_decides_and_not_steps():
     found = made_up(early=(0.5,), late=(0.5,), slowdown=3.0)
     assert found.advised == "AdamW"
@@ -214,6 +221,7 @@ def test_a_candidate_that_never_lowers_the_loss_is_not_advised():
 )
 def test_the_answer_is_uncertain_where_stages_or_seeds_disagree(options, words):
     found = made_up(**options)
+    assert found.verdict.startswith("Perhaps ")
     assert "\nUncertain: " in found.verdict
     assert words in found.verdict
     assert repr(found).endswith("uncertain)")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # A candidate is advised if it reaches the same loss in at most this fraction of AdamW's time.
 WORTH = 0.95
+_SHORT = 30  # steps of a run below which a race is never sure
 ADAMW = "AdamW"
 _HEADER = ("candidate", "learning rate", "loss", "steps", "step time", "time")
 
@@ -89,12 +90,15 @@ class Diagnosis:
                 doubts.append(f"{what} disagrees, with {_percent(comparison.time)} of AdamW's time")
         if WORTH - 0.05 < self.comparisons[name].time < WORTH + 0.1:
             doubts.append("the times are close")
+        if race.lengths[1] < _SHORT:
+            doubts.append(f"runs of {race.lengths[1]} steps say little")
         return doubts
 
     @property
     def verdict(self) -> str:
         """The answer in four lines."""
-        advice = "Keep AdamW" if self.advised == ADAMW else f"Use {self.advised}"
+        advice = "keep AdamW" if self.advised == ADAMW else f"use {self.advised}"
+        advice = f"Perhaps {advice}" if self.doubts else advice[0].upper() + advice[1:]
         second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
         rates = f"Learning rate: try {self.lr:g}{second} ({SCHEDULE})."
         return "\n".join([f"{advice}: {self.code}", rates, self._gain(), self._certainty()])
