@@ -1,4 +1,4 @@
-"""Optimization in the right coordinates: run any torch optimizer in the EGOP eigenbasis."""
+"""EGOP, an optimizer that replaces AdamW; and other coordinate-wise optimizers in rotated coordinates."""
 
 from importlib import metadata
 
