@@ -80,7 +80,7 @@ class Diagnosis:
     def doubts(self) -> list[str]:
         """Reasons why the answer is uncertain; empty if seeds and stages agree."""
         race = self.race
-        doubts = [f"the race is incomplete, {race.ended}"] if race.ended else []
+        doubts = [f"the race is incomplete ({race.ended})"] if race.ended else []
         if (name := self.closest) is None:
             return doubts
         others = {f"the search ({race.lengths[0]} steps)": race.compare(name, 0)}
@@ -113,12 +113,12 @@ class Diagnosis:
         if (name := self.closest) is None:
             return "Gain: none. AdamW ran alone, see below."
         comparison = self.comparisons[name]
-        who = f"{name} reaches" if name == self.advised else f"no time saved. {name}, the closest, reaches"
+        who = f"{name} reaches" if name == self.advised else f"none worth switching for. {name}, the closest, reaches"
         if math.isinf(comparison.steps):
             return f"Gain: none. {name}, the closest, did not lower the loss."
         return (
-            f"Gain: {who} the same loss in {_percent(comparison.steps)} of the steps and "
-            f"{_percent(comparison.time)} of the time (a step takes {comparison.slowdown:.2f} x as long)."
+            f"Gain: {who} the same loss in {_percent(comparison.steps)} of AdamW's steps and "
+            f"{_percent(comparison.time)} of its time (a step takes {comparison.slowdown:.2f} x as long)."
         )
 
     def _certainty(self) -> str:

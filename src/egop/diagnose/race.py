@@ -235,7 +235,7 @@ class _Racer:
             except _OutOfTimeError:
                 if not self.step_seconds:
                     raise
-                self._drop(candidate, f"six steps took longer than {_TIMING:.0%} of the budget")
+                self._drop(candidate, f"six steps took longer than {100 * _TIMING:.0f} % of the budget")
         # On a busy machine, steps take longer than the processor time that is measured.
         self.stretch = max(1.0, (time.monotonic() - wall) / max(clock() - busy, 1e-9))
         time_left = max(0.0, self.began + self.budget - time.monotonic())
@@ -258,7 +258,7 @@ class _Racer:
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
         self.candidates.remove(candidate)
-        self.race.left_out[candidate.name] = f"{reason}, too long for this budget"
+        self.race.left_out[candidate.name] = reason
         self.race.ended = f"the budget of {self.budget:g} s was too small for {candidate.name}"
 
     def _find_obstacle(self, candidate: Candidate) -> str:
@@ -304,7 +304,7 @@ class _Racer:
                     self.deadline = self.began + self.budget  # the baseline may use all of the time
                     self._train(candidate, start)
                 if not runs:
-                    self._drop(candidate, "no run was finished")
+                    self._drop(candidate, "no run was finished within its share of the budget")
             if candidate is self.candidates[0]:
                 self._check_progress(runs)
                 start = self.race.ranked(candidate.name, 0)[0].lr

@@ -66,7 +66,7 @@ class FoundRates:
         words = [
             f"Try lr {self.lr:g}{second} ({SCHEDULE}).",
             f"{tested}; {best.lr:g} was best in {best.steps} steps.",
-            f"Longer trainings want smaller rates{'' if race.planned else ' (steps=)'}.",
+            f"Longer training needs lower rates{'' if race.planned else ' (steps=)'}.",
         ]
         if best.lr in (min(tried), max(tried)) and len(tried) > 1:
             words.append(f"{best.lr:g} is at the edge of what was tried, so another rate may be better (rates=).")
@@ -103,7 +103,7 @@ def find_lr(
     """Find two learning rates to try, best first, from short runs on copies of the model.
 
     Each rate trains a copy for 8 % of the planned training, with warm-up and decay, and the best three are repeated
-    with 20 % of it. Longer trainings want smaller rates, so the best one is scaled down for the planned length: by the
+    with 20 % of it. Longer training needs lower rates, so the best one is scaled down for the planned length: by the
     root of the ratio of lengths, and by the ratio itself. The model is left unchanged, even after Ctrl-C, which returns
     the results so far. Copies train in the mode that the model is in: call ``model.train()`` first.
 
