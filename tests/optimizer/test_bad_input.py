@@ -50,7 +50,7 @@ class Complex(nn.Module):
         self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
 
 
-NAMES = r"Parameters must come with their names, got {}\. Pass the model itself, model\.named_parameters\(\) instead of"
+NAMES = r"Parameters must come with their names, got {}\. Pass the model itself instead of model\.parameters\(\)"
 DOUBLED = r"The parameter name '{}' is given twice\. Names must be unique"
 
 # What is done with a model, the type of the error, and what its message says.

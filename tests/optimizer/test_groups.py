@@ -113,7 +113,7 @@ def test_what_is_no_model_or_no_parameter_is_refused():
     model = cases.mlp()
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got list\."):
         egop.ReparameterizedOptimizer(model.parameters(), torch.optim.SGD, model=[model])
-    with pytest.raises(TypeError, match=r"Parameters must come with their names, got str.*or the model beside them"):
+    with pytest.raises(TypeError, match=r"Parameters must come with their names, got str.*add model=model"):
         egop.ReparameterizedOptimizer(["0.weight"], torch.optim.SGD, model=model)
 
 

@@ -89,8 +89,7 @@ class WeightChoice:
             )
         elif not self.matrices:
             warnings.warn(
-                f"egop.EGOP found no weight matrix, so AdamW updates all parameters. Left to AdamW: {left}, and biases "
-                "and norms.",
+                f"egop.EGOP found no weight matrix, so AdamW updates all parameters. Weights left out: {left}.",
                 stacklevel=find_user_level(),
             )
 
