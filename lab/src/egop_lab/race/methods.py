@@ -157,6 +157,7 @@ METHODS: dict[str, Callable[[Setup], Optimizer]] = {
     "EGOP": build_egop,
     "EGOP, random rotation": build_random,
     "EGOP, squared momentum": build_of_momentum,
+    "EGOP, momentum 0.95": lambda setup: build_polar(setup, RotatedPolarAdam, betas=(0.95, setup.beta)),
     "EGOP, both sides": lambda setup: build_polar(setup, VariantPolarAdam, both_sides=True),
     "EGOP, renewed every 20 steps": lambda setup: build_polar(setup, RotatedPolarAdam, every=20),
     "SOAP, package": build_package_soap,

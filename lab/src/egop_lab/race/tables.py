@@ -44,6 +44,7 @@ VARIANTS = {
     "PolarAdam": "no rotation (`rotate=False`)",
     "EGOP, random rotation": "random rotation",
     "EGOP, squared momentum": "squares of the momentum instead of the gradient",
+    "EGOP, momentum 0.95": "momentum 0.95 instead of 0.9",
     "EGOP, both sides": "both sides of a weight rotated",
     "EGOP, renewed every 20 steps": "renewed every 20 steps instead of 200",
 }
@@ -151,9 +152,10 @@ def make_variants_table(records: Records, times: Times) -> list[list[str]]:
     rows = [["validation loss minus EGOP's", *(TITLES[task.name].partition(",")[0] for task in tasks)]]
     for method, title in VARIANTS.items():
         found = [final_losses(records, task, method, "validation") for task in tasks]
-        rows.append(
-            [title, *(format_difference(t, losses, ours[t.name]) for t, losses in zip(tasks, found, strict=True))]
-        )
+        if any(found):
+            rows.append(
+                [title, *(format_difference(t, losses, ours[t.name]) for t, losses in zip(tasks, found, strict=True))]
+            )
     return rows
 
 

@@ -47,8 +47,9 @@ RULES = """
    On all tasks but gpt-6x384-400 so is PolarAdam, which is EGOP without a rotation. (Since 2026-11-18; on GPT 12x768
    and ResNet-34 it had run that way already.)
    So are variants of EGOP: the running mean of the momentum's squares (beta2 0.9) instead of the gradient's, both sides
-   rotated instead of the smaller one, renewals at least every 20 steps instead of every 200. The mean difference of the
-   validation loss to EGOP's at the same seeds decides. (Since 2026-11-18, before their first run.)
+   rotated instead of the smaller one, renewals at least every 20 steps instead of every 200, momentum 0.95 instead of
+   0.9. The mean difference of the validation loss to EGOP's at the same seeds decides. (Since 2026-11-18, before their
+   first run.)
 10. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
 11. EGOP also makes tuning runs at AdamW's tuned rate, to see what it loses there. (Since 2026-11-18.)
 12. On Python code AdamW's rate is tuned again by full-length runs with seed 0: three rates around its best one, more
