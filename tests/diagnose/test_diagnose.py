@@ -1,4 +1,4 @@
-"""What diagnose advises, how sure it says it is, and how it shows that."""
+"""What diagnose advises, how certain it says it is, and how it shows that."""
 
 import math
 import time
@@ -173,7 +173,7 @@ def test_the_answer_has_four_lines_and_a_table():
         "constant rate, try a third).\n"
         "Gain: EGOP reaches the same loss in 50 % of AdamW's steps and 60 % of its time (a step takes 1.20 x as long)."
         "\n"
-        "Sure: both stages of the race and 2 seeds agree.\n"
+        "Consistent: both stages of the race and 2 seeds agree.\n"
         "\n"
         "candidate  learning rate  loss  steps  step time  time\n"
         "---------  -------------  ----  -----  ---------  ----\n"
@@ -182,7 +182,7 @@ def test_the_answer_has_four_lines_and_a_table():
         "Loss after runs of 150 steps (60 in the search). Steps and time to the same loss and the time of a step are "
         "multiples of AdamW's."
     )
-    assert repr(found) == "Diagnosis(EGOP, lr=0.01, sure)"
+    assert repr(found) == "Diagnosis(EGOP, lr=0.01, consistent)"
     assert found.code == "egop.EGOP(model, lr=0.01)"
 
 

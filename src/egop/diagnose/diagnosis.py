@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # A candidate is advised if it reaches the same loss in at most this fraction of AdamW's time.
 WORTH = 0.95
-_SHORT = 30  # steps of a run below which a race is never sure
+_SHORT = 30  # steps of a run below which an answer is always uncertain
 ADAMW = "AdamW"
 _HEADER = ("candidate", "learning rate", "loss", "steps", "step time", "time")
 
@@ -125,7 +125,7 @@ class Diagnosis:
         if self.doubts:
             return f"Uncertain: {'; '.join(self.doubts)}."
         seeds = len(self.race.seeds)
-        return f"Sure: both stages of the race{f' and {seeds} seeds' if seeds > 1 else ''} agree."
+        return f"Consistent: both stages of the race{f' and {seeds} seeds' if seeds > 1 else ''} agree."
 
     def _rows(self) -> list[list[str]]:
         rows = []
@@ -138,7 +138,7 @@ class Diagnosis:
         return rows
 
     def __repr__(self) -> str:
-        return f"Diagnosis({self.advised}, lr={self.lr:g}, {'uncertain' if self.doubts else 'sure'})"
+        return f"Diagnosis({self.advised}, lr={self.lr:g}, {'uncertain' if self.doubts else 'consistent'})"
 
     def __str__(self) -> str:
         first, second = self.race.lengths
