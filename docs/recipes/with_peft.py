@@ -1,4 +1,4 @@
-"""Adapters of PEFT in a basis that follows: ``python docs/recipes/with_peft.py``."""
+"""EGOP for the adapters of PEFT: ``python docs/recipes/with_peft.py``."""
 
 import peft
 import torch
@@ -16,14 +16,14 @@ def main():
     model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), adapters)
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = egop.ReparameterizedOptimizer(trained, torch.optim.AdamW, model=model, refresh=egop.Online(), lr=3e-3)
+    optimizer = egop.EGOP(trained, model=model, lr=3e-3)
     for _ in range(20):
         tokens = (torch.randint(64, (16, 1)) + torch.arange(16)) % 64
         optimizer.zero_grad()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
-    print(f"{len(optimizer.blocks)} adapters in bases of their own, loss {loss.item():.3f}")
+    print(f"{optimizer}\nloss {loss.item():.3f}")
 
 
 if __name__ == "__main__":
