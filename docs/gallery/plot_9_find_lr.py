@@ -2,8 +2,8 @@
 A learning rate from short runs
 ===============================
 
-``egop.find_lr`` trains copies of the model for a few steps at each of several rates and returns the best two. The
-model itself stays as it was.
+``egop.find_lr`` trains copies of the model for a few steps at each of several rates and returns two or three to try.
+The model itself stays as it was.
 """
 
 import torch
@@ -22,6 +22,6 @@ found = egop.find_lr(objective, egop.EGOP, steps=300, progress=False)
 print(found)
 
 # %%
-# The losses of the first stage. The stars are the two rates to try.
+# The losses of the first stage. The stars are the rates to try, where the first stage had them.
 
 figure = found.plot()

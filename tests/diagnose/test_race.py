@@ -334,10 +334,10 @@ def test_a_candidate_that_cannot_take_part_is_left_out_with_the_reason():
     assert vector.left_out == {"EGOP": "it would leave every weight of this model to AdamW"}
 
 
-def test_rates_are_scaled_down_to_the_planned_length():
-    """With five times as many steps, rates shrink by the square root of the length ratio, and by the ratio itself."""
+def test_rates_are_scaled_to_the_planned_length():
+    """With five times as many steps, rates may stay or shrink, at most by the ratio of the lengths."""
     runs = [Run(rate, 0, 20, 10, (4.0, 3.0, loss), 1.0) for rate, loss in ((0.1, 2.0), (0.05, 1.0), (0.02, 3.0))]
-    for planned, expected in ((100, (0.02, 0.01)), (20, (0.05, 0.1)), (None, (0.05, 0.1))):
+    for planned, expected in ((100, (0.02, 0.01, 0.05)), (20, (0.05, 0.1)), (None, (0.05, 0.1))):
         assert Race(planned, (0,), start=4.0, runs=({"AdamW": runs}, {})).propose_rates("AdamW") == expected
     few = Race(100, (0,), rates=(0.05, 0.1), start=4.0, runs=({"AdamW": runs[:2]}, {}))
     assert few.propose_rates("AdamW") == (0.05, 0.1)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from egop.diagnose.race import Candidate, Comparison, Race, run_race
-from egop.diagnose.rates import SCHEDULE
+from egop.diagnose.race import SHORT, Candidate, Comparison, Race, run_race
+from egop.diagnose.rates import describe_rates
 from egop.estimation import Objective
 from egop.formatting import format_table
 from egop.optimizer import ReparameterizedOptimizer
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 # A candidate is advised if it reaches the same loss in at most this fraction of AdamW's time.
 WORTH = 0.95
-_SHORT = 30  # steps of a run below which an answer is always uncertain
 ADAMW = "AdamW"
 _HEADER = ("candidate", "learning rate", "loss", "steps", "step time", "time")
 
@@ -61,19 +60,19 @@ class Diagnosis:
 
     @property
     def comparisons(self) -> dict[str, Comparison]:
-        """Steps and time of each candidate to the same loss as AdamW, from the last stage that both finished."""
+        """Steps and time of each candidate to the same loss as AdamW, in the stage that decides."""
         names = [each.name for each in self.candidates]
-        found = {name: self.race.compare(name, 1) or self.race.compare(name, 0) for name in names}
+        found = {name: self.race.compare(name, self.race.stage) for name in names}
         return {name: comparison for name, comparison in found.items() if comparison is not None}
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Up to two learning rates to try with the advised candidate, best first."""
+        """Two or three learning rates to try with the advised candidate, the most likely one first."""
         return self.race.propose_rates(self.advised)
 
     @property
     def lr(self) -> float:
-        """Best learning rate of the advised candidate."""
+        """Learning rate to try first with the advised candidate."""
         return self.rates[0]
 
     @property
@@ -90,8 +89,8 @@ class Diagnosis:
                 doubts.append(f"{what} disagrees, with {_percent(comparison.time)} of AdamW's time")
         if WORTH - 0.05 < self.comparisons[name].time < WORTH + 0.1:
             doubts.append("the times are close")
-        if race.lengths[1] < _SHORT:
-            doubts.append(f"runs of {race.lengths[1]} steps say little")
+        if (steps := race.lengths[race.stage]) < SHORT:
+            doubts.append(f"runs of {steps} steps say little")
         return doubts
 
     @property
@@ -99,8 +98,7 @@ class Diagnosis:
         """The answer in four lines."""
         advice = "keep AdamW" if self.advised == ADAMW else f"use {self.advised}"
         advice = f"Perhaps {advice}" if self.doubts else advice[0].upper() + advice[1:]
-        second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
-        rates = f"Learning rate: try {self.lr:g}{second} ({SCHEDULE})."
+        rates = f"Learning rate: try {describe_rates(self.rates)}."
         return "\n".join([f"{advice}: {self.code}", rates, self._gain(), self._certainty()])
 
     @property
@@ -141,10 +139,9 @@ class Diagnosis:
         return f"Diagnosis({self.advised}, lr={self.lr:g}, {'uncertain' if self.doubts else 'consistent'})"
 
     def __str__(self) -> str:
-        first, second = self.race.lengths
         legend = (
-            f"Loss after runs of {second} steps ({first} in the search). Steps and time to the same loss and the time "
-            "of a step are multiples of AdamW's."
+            f"Loss after runs of {self.race.lengths[self.race.stage]} steps. Steps and time to the same loss and the "
+            "time of a step are multiples of AdamW's."
         )
         left_out = [f"{name} was left out: {reason}." for name, reason in self.race.left_out.items()]
         return "\n".join([self.verdict, "", format_table(_HEADER, self._rows()), legend, *left_out])
@@ -184,7 +181,7 @@ def diagnose(
     Args:
         objective: the model, its loss and its batches.
         steps: number of steps of the planned training. If unknown, runs take 60 steps, then 150.
-        budget: time limit of the race in seconds; runs are shortened to fit.
+        budget: time limit of the race in seconds; runs are shortened to fit, but to no less than 20 steps, then 50.
         seeds: seeds of the batches and of dropout. The first one decides; the others repeat the deciding comparison.
         progress: print the expected time and show a progress bar.
 

@@ -24,8 +24,10 @@ from egop.numerics import check_positive_int
 
 # Steps of a run in each stage: a fraction of the planned training, or a fixed number if its length is unknown.
 _FRACTIONS, _LENGTHS = (0.08, 0.2), (60, 150)
-# Runs are never shorter than this, whatever the budget or the planned training.
+# Runs are never shorter than this, whatever the budget, unless the planned training is.
 _SHORTEST = (20, 50)
+# Shorter runs than this say little.
+SHORT = 30
 # Evaluations of a run in each stage.
 _EVALUATIONS = (12, 30)
 # Learning rates to try: 1, 2 and 5 times each power of ten. The search starts at the first candidate's.
@@ -99,27 +101,32 @@ class Race:
     left_out: dict[str, str] = field(default_factory=dict)
     ended: str = ""
 
+    @property
+    def stage(self) -> int:
+        """The stage that decides: the second if the baseline and, unless it is alone, another candidate finished it."""
+        names = [name for name, runs in self.runs[0].items() if runs]
+        return int(bool(self.ranked(names[0], 1)) and len(self.runs[1]) >= min(2, len(names)))
+
     def ranked(self, name: str, stage: int | None = None, seed: int | None = None) -> list[Run]:
-        """Return a candidate's runs that lowered the loss, best first; by default those of its last stage."""
-        seed = self.seeds[0] if seed is None else seed
-        if stage is None:
-            return self.ranked(name, 1, seed) or self.ranked(name, 0, seed)
+        """Return a candidate's runs that lowered the loss, best first; by default those of the stage that decides."""
+        stage, seed = self.stage if stage is None else stage, self.seeds[0] if seed is None else seed
         runs = [run for run in self.runs[stage].get(name, []) if run.seed == seed and run.final < self.start]
         return sorted(runs, key=lambda run: run.final)
 
     def propose_rates(self, name: str) -> tuple[float, ...]:
-        """Return up to two learning rates for a candidate in the planned training, best first.
+        """Return two or three learning rates for a candidate in the planned training, the most likely one first.
 
-        Short runs want larger rates than long ones: the best rate falls with the length of a training, usually between
-        its root and its reciprocal. Both are proposed. If no longer training is planned, these are the best two rates.
+        The best rate of a longer training is usually lower, at most by the ratio of the lengths. So the best rate is
+        proposed divided by the root of this ratio, divided by the ratio, and as it is. If no longer training is
+        planned, these are the best two rates.
         """
         runs = self.ranked(name) + self.ranked(name, 0)
         rates = list(dict.fromkeys(run.lr for run in runs))
-        if runs and self.planned is not None and self.planned > runs[0].steps:
-            ratio = runs[0].steps / self.planned
-            scaled = [_find_nearest(self.rates, rates[0] * ratio**power) for power in (0.5, 1.0)]
-            rates = list(dict.fromkeys([*scaled, *rates]))
-        return tuple(rates[:2])
+        if not runs or self.planned is None or self.planned <= runs[0].steps:
+            return tuple(rates[:2])
+        ratio = runs[0].steps / self.planned
+        scaled = [_find_nearest(self.rates, rates[0] * ratio**power) for power in (0.5, 1.0, 0.0)]
+        return tuple(dict.fromkeys([*scaled, *rates]))[:3]
 
     def compare(self, name: str, stage: int, seed: int | None = None) -> Comparison | None:
         """Compare a candidate's best run with the baseline's in one stage; None if one of them has no run."""
@@ -248,10 +255,12 @@ class _Racer:
         first, second = self.race.lengths
         searches, repeats = _USUAL * len(self.candidates), self._count_repeats()
         steps = searches * first + repeats * second
+        estimate = self._estimate(self.race.lengths)
+        too_long = " That is more than the budget: to finish, allow more time (budget=)."
         tqdm.write(
             f"Race of {pluralize(len(self.candidates), 'candidate')}: about {searches} runs of {first} steps and "
-            f"{repeats} of {second}{shortened}; {steps:,} steps, about {self._estimate(self.race.lengths):.0f} s "
-            f"(budget {self.budget:g} s).",
+            f"{repeats} of {second}{shortened}; {steps:,} steps, about {estimate:.0f} s "
+            f"(budget {self.budget:g} s).{too_long if estimate > self.budget else ''}",
             file=sys.stderr,
         )
         self.bar = tqdm(total=steps, desc="Race", bar_format=_BAR, delay=1e-9, mininterval=progress_interval())

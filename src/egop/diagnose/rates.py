@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from egop.diagnose.race import RATES, Candidate, Race, run_race
+from egop.diagnose.race import RATES, SHORT, Candidate, Race, run_race
 from egop.diagnose.training import DECAY, WARM_UP, Build
 from egop.estimation import Objective
 from egop.formatting import pluralize
@@ -16,7 +16,7 @@ from egop.plots import create_axes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SCHEDULE = (
+_SCHEDULE = (
     f"for warm-up over the first {100 * WARM_UP:.0f} % and decay over the last {100 * DECAY:.0f} % of training; "
     "with a constant rate, try a third"
 )
@@ -24,10 +24,10 @@ SCHEDULE = (
 
 @dataclass(frozen=True, repr=False)
 class FoundRates:
-    """Learning rates to try, from :func:`egop.find_lr`. Iterate over it to get the rates, best first.
+    """Learning rates to try, from :func:`egop.find_lr`. Iterate over it to get the rates.
 
     Attributes:
-        rates: two rates, best first (only one if no other rate lowered the loss).
+        rates: two or three rates, the most likely one first (only one if no other rate lowered the loss).
         race: the runs that they come from.
 
     Example:
@@ -43,7 +43,7 @@ class FoundRates:
 
     @property
     def lr(self) -> float:
-        """Best learning rate."""
+        """Learning rate to try first."""
         return self.rates[0]
 
     @property
@@ -61,13 +61,14 @@ class FoundRates:
     def __str__(self) -> str:
         race, tried = self.race, self.tried
         best = race.ranked(next(iter(race.runs[0])))[0]
-        second = f", then {self.rates[1]:g}" if len(self.rates) > 1 else ""
         tested = f"Raced {pluralize(len(tried), 'rate')} from {min(tried):g} to {max(tried):g}"
         words = [
-            f"Try lr {self.lr:g}{second} ({SCHEDULE}).",
-            f"{tested}; {best.lr:g} was best in {best.steps} steps.",
-            f"Longer training needs lower rates{'' if race.planned else ' (steps=)'}.",
+            f"Try lr {describe_rates(self.rates)}.",
+            f"{tested}; {best.lr:g} was best in {pluralize(best.steps, 'step')}.",
+            f"Longer training usually needs lower rates{'' if race.planned else ' (steps=)'}.",
         ]
+        if best.steps < SHORT:
+            words.append("Runs this short say little.")
         if best.lr in (min(tried), max(tried)) and len(tried) > 1:
             words.append(f"{best.lr:g} is at the edge of what was tried, so another rate may be better (rates=).")
         if race.ended:
@@ -100,11 +101,11 @@ def find_lr(
     rates: Sequence[float] = RATES,
     progress: bool = True,
 ) -> FoundRates:
-    """Find two learning rates to try, best first, from short runs on copies of the model.
+    """Find two or three learning rates to try, from short runs on copies of the model.
 
     Each rate trains a copy for 8 % of the planned training, with warm-up and decay, and the best three are repeated
-    with 20 % of it. Longer training needs lower rates, so the best one is scaled down for the planned length: by the
-    root of the ratio of lengths, and by the ratio itself. The model is left unchanged, even after Ctrl-C, which returns
+    with 20 % of it. Longer training usually needs lower rates, so the best one is proposed divided by the root of the
+    ratio of lengths, divided by the ratio, and as it is. The model is left unchanged, even after Ctrl-C, which returns
     the results so far. Copies train in the mode that the model is in: call ``model.train()`` first.
 
     Args:
@@ -112,7 +113,7 @@ def find_lr(
         optimizer: an optimizer class, a pair of a class and its options, or a function of the model that returns an
             optimizer. The rates are those of the first parameter group; other groups keep their ratio to it.
         steps: number of steps of the planned training. If unknown, runs take 60 steps, then 150.
-        budget: time limit in seconds; runs are shortened to fit.
+        budget: time limit in seconds; runs are shortened to fit, but to no less than 20 steps, then 50.
         seed: seed of the batches and of dropout.
         rates: learning rates to try, at least two: the result has one rate if only one of them works.
         progress: print the expected time and show a progress bar.
@@ -125,10 +126,10 @@ def find_lr(
         >>> model = torch.nn.Linear(4, 1)
         >>> batches = [(inputs, inputs.sum(1, keepdim=True)) for inputs in torch.randn(8, 16, 4)]
         >>> loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
-        >>> best, second = egop.find_lr(egop.Objective(model, loss, batches), torch.optim.AdamW, progress=False)
-        >>> best > 0.01
+        >>> found = egop.find_lr(egop.Objective(model, loss, batches), torch.optim.AdamW, progress=False)
+        >>> found.lr > 0.01
         True
-        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=best)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=found.lr)
     """
     kind = optimizer[0] if isinstance(optimizer, tuple) else optimizer
     candidate = Candidate(kind.__name__ if isinstance(kind, type) else "the optimizer", optimizer)
@@ -136,3 +137,9 @@ def find_lr(
         objective, [candidate], steps=steps, budget=budget, seeds=(seed,), keep=3, rates=rates, progress=progress
     )
     return FoundRates(race.propose_rates(candidate.name), race)
+
+
+def describe_rates(rates: Sequence[float]) -> str:
+    """Say which rates to try, and for which schedule."""
+    first, *others = (f"{rate:g}" for rate in rates)
+    return f"{first}{', then ' if others else ''}{' and '.join(others)} ({_SCHEDULE})"

@@ -36,7 +36,7 @@ class EGOP(Optimizer):
 
     Use it in place of AdamW, with the same learning rate and weight decay. The update of a weight matrix has a root
     mean square of lr · 0.4 · √max(1, outputs / inputs) if the model has normalization layers, and of half that
-    otherwise, so AdamW's best learning rate is a good starting point if it is at most 0.008.
+    otherwise, so AdamW's best learning rate, or 0.008 if that is lower, is a good starting point.
 
     Weights of linear layers, convolutions, attention and experts are updated by :class:`egop.optim.PolarAdam` in
     coordinates in which their momentum has uncorrelated rows: the smaller side of each weight is rotated, and the
@@ -48,7 +48,7 @@ class EGOP(Optimizer):
 
     Args:
         params: a module; or ``model.named_parameters()`` or parameter groups, together with ``model``.
-        lr: learning rate. Start from AdamW's, but not above 0.008.
+        lr: learning rate. Start with AdamW's, or 0.008 if that is lower, and then try half and twice that.
         betas: decay of the running means of gradients and of their squares, for all parameters.
         eps: added to the root of the mean square.
         weight_decay: decoupled weight decay for all parameters. To exclude norms and biases, put them in a group of

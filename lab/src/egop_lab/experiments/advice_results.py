@@ -145,15 +145,15 @@ class Results:
                 reversed_.append(problem)
         return missed, reversed_
 
-    def check_rates(self, half: str) -> dict[tuple[str, str], bool]:
-        """Return for each problem and candidate whether one of the two rates that the race proposes is good.
+    def check_rates(self, half: str, count: int = 2) -> dict[tuple[str, str], bool]:
+        """Return for each problem and candidate whether one of the first rates that the race proposes is good.
 
         A rate that was not trained in full counts as bad: it is beyond one at which the final loss got worse.
         """
         found = {}
         for problem, candidate in itertools.product(self.select(half), CANDIDATES):
             finals = {run.lr: run.final for run in self._trainings[problem, candidate] if run.seed == 0}
-            rates = self.diagnose(problem).race.propose_rates(candidate)
+            rates = self.diagnose(problem).race.propose_rates(candidate)[:count]
             losses = [finals.get(rate, math.inf) for rate in rates]
             found[problem, candidate] = min(losses, default=math.inf) <= _CLOSE * min(finals.values())
         return found
@@ -164,6 +164,8 @@ class Results:
         steps = {half: self.mistakes(half, equal_steps=True) for half in HALVES}
         times = {half: self.mistakes(half, equal_steps=False) for half in HALVES}
         rates = {half: list(self.check_rates(half).values()) for half in HALVES}
+        good = {half: sum(each) for half, each in rates.items()}
+        with_third = {half: sum(self.check_rates(half, 3).values()) for half in HALVES}
         correlations = {half: self.correlate(half) for half in HALVES}
         best = {half: self.correlate_best(half) for half in HALVES}
 
@@ -203,10 +205,12 @@ class Results:
             ),
             Judgement(
                 "advice/rates",
-                f"Target: one of the two proposed rates is within 5 % of the tuned loss in {GOOD_RATES:.0%} of cases.",
-                to_verdict(sum(rates["frozen"]) >= GOOD_RATES * len(rates["frozen"])),
+                f"Target: one of the first two proposed rates is within 5 % of the tuned loss in {GOOD_RATES:.0%} of "
+                "cases.",
+                to_verdict(good["frozen"] >= GOOD_RATES * len(rates["frozen"])),
                 "; ".join(
-                    f"{half}: {sum(rates[half])} of {len(rates[half])} ({_wilson(sum(rates[half]), len(rates[half]))})"
+                    f"{half}: {good[half]} of {len(rates[half])} ({_wilson(good[half], len(rates[half]))}), "
+                    f"{with_third[half]} with the third rate"
                     for half in reversed(HALVES)
                 )
                 + ".",
