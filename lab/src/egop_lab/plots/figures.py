@@ -1,7 +1,8 @@
 """Draw and save pictures in one style: a colour per method, dashed for EGOP coordinates, lines labelled at their ends.
 
-Panels that share lines, or have many, get one legend below the figure. Figures are made without ``pyplot``, so nothing
-global changes and no display is needed. The same picture always gives the same bytes.
+Panels that share lines, or have many, get one legend below the figure, at the left, where a phone shows it. Figures are
+made without ``pyplot``, so nothing global changes and no display is needed. The same picture always gives the same
+bytes.
 """
 
 import math
@@ -96,7 +97,7 @@ def draw_picture(picture: Picture) -> Figure:
     for here in axes[count:]:
         here.remove()
     if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // lines))
+        figure.legend(handles=handles, loc="outside lower left", ncols=-(-len(handles) // lines))
     figure.draw_without_rendering()  # computes the heights of the panels
     for here, texts in labels:
         separate_labels(here, texts)
