@@ -35,7 +35,7 @@ endif
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## the digits network in both coordinates and a small language model: tables and a picture in egop-demo/ (options: ARGS="--epochs 20")
+demo: $(STAMP) ## the digits network in both coordinate systems and a small language model: tables and a picture in egop-demo/ (options: ARGS="--epochs 20")
 	@echo "Starting the demo (about a minute on two cores)"  # importing torch alone takes two seconds
 	@$(BIN)/egop-lab demo $(ARGS)
 

@@ -24,7 +24,7 @@ class Transformer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.letters, self.places = nn.Embedding(128, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.letters, self.positions = nn.Embedding(128, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 128)
@@ -32,7 +32,7 @@ class Transformer(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         """Return the logits of each next character."""
-        embedded = self.letters(codes) + self.places.weight
+        embedded = self.letters(codes) + self.positions.weight
         return self.head(self.layers(embedded, mask=self.mask, is_causal=True))
 
 

@@ -38,14 +38,14 @@ class Language(nn.Module):
 
     def __init__(self, width=112, context=64):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(64, width), nn.Embedding(context, width)
+        self.tokens, self.positions = nn.Embedding(64, width), nn.Embedding(context, width)
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         self.head = nn.Linear(width, 64)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(context))
 
     def forward(self, tokens):
-        hidden = self.tokens(tokens) + self.places.weight
+        hidden = self.tokens(tokens) + self.positions.weight
         return self.head(self.blocks(hidden, mask=self.mask, is_causal=True))
 
 

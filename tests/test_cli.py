@@ -150,7 +150,7 @@ def test_ctrl_c_prints_what_is_known_and_exits_with_130(run):
         ("factories:wrong", "must return an egop.Objective or a tuple (model, loss_fn, batches), got int."),
         ("factories:pair", "got a tuple of 2."),
         ("factories:reversed_triple", "TypeError: model must be a torch.nn.Module, got function."),
-        ("factories:constant", "the loss does not depend on the model"),
+        ("factories:constant", "The loss does not depend on the model"),
         ("factories:broken_loss", "RuntimeError: mat1 and mat2 shapes"),
         ("factories:without_batches", "The batches are empty"),
     ],
@@ -195,7 +195,7 @@ def test_plan_accepts_what_a_factory_may_return(run, target):
     assert lines[0] == "92 parameters in 6 tensors, 78% of them rotated."
     assert [line.split()[:2] for line in lines[4:6]] == [["0.weight", "Shared"], ["1.weight", "Shared"]]
     assert "2.weight is not rotated: the output head" in lines
-    assert lines[-1] == "Memory beyond AdamW's: 208 B for bases."
+    assert lines[-1] == "Extra memory over AdamW: 208 B of bases (half as much again on a GPU, for copies in bfloat16)."
 
 
 def test_plan_allocates_no_weights(run):

@@ -25,7 +25,7 @@ class Transformer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.letters, self.places = nn.Embedding(128, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.letters, self.positions = nn.Embedding(128, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 128)
@@ -33,7 +33,7 @@ class Transformer(nn.Module):
 
     def forward(self, codes):
         """Return the logits of each next character."""
-        return self.head(self.layers(self.letters(codes) + self.places.weight, mask=self.mask, is_causal=True))
+        return self.head(self.layers(self.letters(codes) + self.positions.weight, mask=self.mask, is_causal=True))
 
 
 def train(make, steps=200):

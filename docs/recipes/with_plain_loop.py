@@ -15,7 +15,7 @@ class Transformer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(TOKENS, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.tokens, self.positions = nn.Embedding(TOKENS, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, TOKENS)
@@ -23,7 +23,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens):
         """Return the logits of each next token."""
-        return self.head(self.layers(self.tokens(tokens) + self.places.weight, mask=self.mask, is_causal=True))
+        return self.head(self.layers(self.tokens(tokens) + self.positions.weight, mask=self.mask, is_causal=True))
 
 
 def make_batches(count, seed):

@@ -29,7 +29,7 @@ def test_a_short_demo_prints_a_table_and_saves_picture_and_numbers(tmp_path, mon
     for name in ("Adam", "Adagrad", "SGD"):
         assert sum(bool(re.match(rf"{name}, (original|EGOP) +0?[.1]", line)) for line in lines) == 2
     assert "0.weight" in result.output
-    assert "SGD is the same in both coordinates" in " ".join(result.output.split())
+    assert "SGD is the same in both coordinate systems" in " ".join(result.output.split())
     assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["demo.json", "demo.svg"]
     numbers = json.loads((tmp_path / "made" / "demo.json").read_text())
     assert [len(run["curve"]["loss"]) for run in numbers["runs"]] == [2] * 6

@@ -1,4 +1,4 @@
-"""EGOP, an optimizer that replaces AdamW; and other coordinate-wise optimizers in rotated coordinates."""
+"""EGOP, an optimizer that replaces AdamW, and coordinate-wise optimizers in rotated coordinates."""
 
 from importlib import metadata
 

@@ -62,7 +62,7 @@ def diagnose(
     device: Annotated[str | None, typer.Option(help="Device to use (default: leave the model where it is).")] = None,
     debug: Annotated[bool, _DEBUG] = False,
 ) -> None:
-    """Race egop's optimizers against AdamW on copies of a model; say which one to use, at which learning rate."""
+    """Race egop's optimizers against AdamW on copies of a model; recommend one and its learning rate."""
     with _report_errors(debug):
         import torch
 
@@ -100,7 +100,7 @@ def _describe_plan(model: Any) -> str:
     return (
         f"{size:,} parameters in {pluralize(len(tensors), 'tensor')}, {rotated / max(1, size):.0%} of them rotated.\n\n"
         f"{chosen}\n\n"
-        f"Memory beyond AdamW's: {bases} for bases."
+        f"Extra memory over AdamW: {bases} of bases (half as much again on a GPU, for copies in bfloat16)."
     )
 
 

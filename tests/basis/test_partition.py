@@ -206,7 +206,7 @@ def test_patterns_match_like_file_names(names, pattern):
         (None, "Invalid partition value: None"),
         (
             {"a": ["9.weight"]},
-            r"Pattern '9.weight' matches no parameter. There are: 0.weight, 0.bias, 2.weight, 2.bias",
+            r"Pattern '9.weight' matches no parameter. Available: 0.weight, 0.bias, 2.weight, 2.bias",
         ),
         ({"a": ["0.*", "nothing*"]}, "Pattern 'nothing.' matches no parameter"),
         ({"a": ["0.WEIGHT"]}, "Pattern '0.WEIGHT' matches no parameter"),
@@ -247,5 +247,5 @@ def test_block_with_mixed_precision_raises():
 def test_pattern_does_not_match_frozen_parameters():
     model = cases.mlp()
     model[0].requires_grad_(False)
-    with pytest.raises(ValueError, match=r"Pattern '0.weight' matches no parameter. There are: 2.weight, 2.bias"):
+    with pytest.raises(ValueError, match=r"Pattern '0.weight' matches no parameter. Available: 2.weight, 2.bias"):
         blocks_of(model, {"a": "0.weight"})

@@ -143,7 +143,7 @@ def test_memory_goes_to_as_many_blocks_as_possible_then_to_richer_bases():
         assert sum(structure.cost(block).bytes for block, structure in plan.chosen.items()) <= memory
     some = plan_of(model, memory=2 * shared, candidates=RICH)
     assert list(kinds(some).values()) == ["Shared"] * 2
-    assert some.unrotated == {"2.weight": "needs at least 1.6 KiB, and 0 B are left", "3.weight": "the output head"}
+    assert some.unrotated == {"2.weight": "needs at least 1.6 KiB; 0 B are left", "3.weight": "the output head"}
 
 
 def test_memory_too_small_for_any_basis_raises_and_changes_nothing():
@@ -223,7 +223,7 @@ def test_value_that_is_not_a_structure_raises(structure):
 
 
 def test_invalid_mappings_raise():
-    with pytest.raises(ValueError, match=r"Pattern 'encoder\*' matches no block\. There are: embedding\.weight"):
+    with pytest.raises(ValueError, match=r"Pattern 'encoder\*' matches no block\. Available: embedding\.weight"):
         plan_of(Language(), {"encoder*": egop.Full()})
     with pytest.raises(TypeError, match=r"Pattern 'small\*' needs a structure such as egop\.Full\(\), got 'full'\.$"):
         plan_of(Language(), {"small*": "full"})

@@ -179,8 +179,8 @@ def test_the_answer_has_four_lines_and_a_table():
     found = made_up(early=(0.5,), late=(0.5,), seeds=(0.6,), slowdown=1.2)
     assert str(found) == (
         "Use EGOP: egop.EGOP(model, lr=0.01)\n"
-        "Learning rate: try 0.01 (for warm-up over the first 10 % and decay over the last 40 % of training; with a "
-        "constant rate, try a third).\n"
+        "Learning rate: try 0.01 (for warm-up over the first 10 % and decay over the last 40 % of training; for a "
+        "constant rate, divide by three).\n"
         "Gain: EGOP reaches the same loss in 50 % of AdamW's steps and 60 % of its time (a step takes 1.20 x as long)."
         "\n"
         "Consistent: both stages of the race and 2 seeds agree.\n"

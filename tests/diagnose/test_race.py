@@ -379,7 +379,7 @@ def test_settings_are_checked(options, words):
         (lambda loss: (loss, 1), TypeError, "must return a scalar tensor, got tuple"),
         (float, TypeError, "must return a scalar tensor, got float"),
         (lambda loss: None, TypeError, "must return a scalar tensor, got NoneType"),
-        (lambda loss: loss.detach(), ValueError, "the loss does not depend on the model"),
+        (lambda loss: loss.detach(), ValueError, "The loss does not depend on the model"),
         (lambda loss: loss * math.nan, ValueError, "The loss is nan before the first step"),
     ],
 )

@@ -231,7 +231,7 @@ def errors(rank, world):
 
 def test_error_in_one_process_is_raised_in_all(two):
     first, second = two
-    finite = "FloatingPointError: {}The loss is not finite at draw 9. The points may lie too far out"
+    finite = "FloatingPointError: {}The loss is not finite at draw 9. The points may be too far out"
     assert second["not finite"].startswith(finite.format(""))
     assert first["not finite"].startswith(finite.format("Process 1 failed. FloatingPointError: "))
     assert first["loss"] == "ValueError: of mine"

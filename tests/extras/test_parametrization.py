@@ -97,7 +97,7 @@ def test_parameters_are_the_coordinates(structure):
 
 
 def test_block_of_several_tensors_is_refused():
-    with pytest.raises(ValueError, match=r"Block 'global' has 3 tensors, .* partition='parameter', or use"):
+    with pytest.raises(ValueError, match=r"Block 'global' has 3 tensors; .* partition='parameter', or use"):
         egop.extras.parametrize(RECURRENT.build(), whole(RECURRENT, partition="global"))
 
 

@@ -113,7 +113,7 @@ REFUSED = {
         in_basis(egop.Online()),
         TypeError,
         (
-            r"basis must be an egop\.Basis, got Online, which says when a basis is renewed\. Pass it as "
+            r"basis must be an egop\.Basis, got the refresh Online\. Pass it as "
             r"refresh=egop\.Online\(\.\.\.\)\."
         ),
     ),
@@ -160,7 +160,7 @@ REFUSED = {
         TypeError,
         (
             "Muon does not work coordinate by coordinate: the same numbers, arranged as another matrix, got other "
-            "steps. The coordinates of a block need not be a matrix, nor have rows and columns that mean the same. Use "
+            "steps. The coordinates of a block may have another shape than the weight. Use "
             "an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop. If Muon is "
             "meant for coordinates that are matrices, set works_on_matrices = True on the class"
         ),

@@ -186,7 +186,7 @@ def step(optimizer):
 def test_an_optimizer_without_a_basis_says_so_in_its_first_step():
     optimizers = [quiet(lambda: egop.ReparameterizedOptimizer(network(), torch.optim.AdamW, lr=0.1)) for _ in range(2)]
     for optimizer in optimizers:  # each of them
-        with pytest.warns(UserWarning, match="this is plain AdamW. Give the optimizer basis= or refresh=") as caught:
+        with pytest.warns(UserWarning, match="this is plain AdamW. Pass basis= or refresh=") as caught:
             step(optimizer)
         assert [warning.filename for warning in caught] == [__file__]
         assert len(str(caught[0].message).splitlines()) == 1

@@ -97,7 +97,7 @@ def test_a_parameter_of_a_loss_has_a_name_of_its_own():
         ),
         (
             lambda m, o: [("weight", m[0].weight)],
-            r"given as 'weight' is called '0.weight' in the model \(Sequential\)\. Give as model= the module whose",
+            r"given as 'weight' is called '0.weight' in the model \(Sequential\)\. Pass the module that owns these",
         ),
         (lambda m, o: [("2.weight", m[0].weight)], "given as '2.weight' is called '0.weight' in the model"),
         (lambda m, o: [m[0].weight, m[0].weight], "The parameter name '0.weight' is given twice"),

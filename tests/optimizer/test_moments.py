@@ -158,8 +158,8 @@ UNKNOWN = {
 def test_a_state_that_is_not_known_is_an_error_never_a_guess(what):
     state, name = UNKNOWN[what]
     message = (
-        f"The optimizer's state has {name}.*, and it is not known how that follows a change of basis. If it is linear "
-        r"in the gradients.* say so once: egop.optimizer.moments.LINEAR.add\(name\). Or use moments='reset'"
+        f"The optimizer's state has {name}.*, and egop does not know how to rotate it. If it is linear "
+        r"in the gradients.* register it: egop.optimizer.moments.LINEAR.add\(name\). Or use moments='reset'"
     )
     with pytest.raises(ValueError, match=message):
         moments.select_movable(state, SHAPE)
@@ -326,7 +326,7 @@ def test_an_optimizer_of_unknown_state_is_refused_before_anything_changes():
     wrapped = egop.ReparameterizedOptimizer(model, Adafactor, basis_of(MLP, structure=egop.Shared()))
     steps(model, wrapped, 2)
     kept = [(block.change, [c.clone() for c in block.coordinates]) for block in wrapped.blocks]
-    with pytest.raises(ValueError, match="state has 'row_var', and it is not known how"):
+    with pytest.raises(ValueError, match="state has 'row_var', and egop does not know how"):
         wrapped.rebase(basis_of(MLP, structure=egop.Shared(), samples=3))
     for block, (change, coordinates) in zip(wrapped.blocks, kept, strict=True):
         assert block.change is change

@@ -54,7 +54,7 @@ def test_sgd_that_differs_between_coordinates_is_an_error():
     one = [Record({"seed": 0}, {"loss": [1.0, 0.5, 0.25]})]
     passed = check_same_in_both("toy/same", "SGD on least squares", one, one, "loss", 1e-6)
     assert (passed.verdict, passed.kind) == ("holds", "check")
-    assert passed.statement == "Check: SGD on least squares is the same in both coordinates."
+    assert passed.statement == "Check: SGD on least squares is the same in both coordinate systems."
     other = [Record({"seed": 0}, {"loss": [1.0, 0.6, 0.3]})]
     with pytest.raises(AssertionError, match="toy/same: SGD differs between coordinates"):
         check_same_in_both("toy/same", "SGD", one, other, "loss", 1e-6)

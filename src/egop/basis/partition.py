@@ -124,7 +124,7 @@ def match(patterns: Sequence[str], names: Sequence[str], noun: str) -> list[str]
     """Return the names that match any pattern, in input order. Raise ValueError for a pattern that matches nothing."""
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            raise ValueError(f"Pattern {pattern!r} matches no {noun}. There are: {', '.join(names)}.")
+            raise ValueError(f"Pattern {pattern!r} matches no {noun}. Available: {', '.join(names)}.")
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 

@@ -146,7 +146,7 @@ def _plan_automatically(
             fitting.append(block)
             memory -= needed
         elif fitting:
-            unrotated[block.name] = f"needs at least {format_bytes(needed)}, and {format_bytes(memory)} are left"
+            unrotated[block.name] = f"needs at least {format_bytes(needed)}; {format_bytes(memory)} are left"
         else:
             raise MemoryError(
                 f"No basis fits into memory={format_bytes(memory)}: the smallest, of block '{block.name}', takes "

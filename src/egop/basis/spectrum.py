@@ -25,9 +25,9 @@ class Spectrum:
         eigenvalues: λ₁ ≥ λ₂ ≥ … ≥ 0, in float64.
         density: β_k = ‖v_k‖₁² / d of each eigenvector, from 1/d (a coordinate axis) to 1 (all entries equal in size).
         samples: the number of gradients they were estimated from, regardless of how many rows each has.
-        reliability: the fraction of the difference from a flat spectrum that is not chance, judged by how much the
-            draws differ: about 0 for white noise with any number of draws, towards 1 with enough draws otherwise.
-            None with a single draw, or if only leading eigenvalues are known.
+        reliability: the fraction of the difference from a flat spectrum that is signal, judged by how much the draws
+            differ: about 0 for white noise with any number of draws, otherwise approaching 1 with enough draws. None
+            with a single draw, or if only leading eigenvalues are known.
 
     Example:
         >>> loss = lambda theta: (torch.tensor([1.0, 0.1, 0.01]) * theta.square()).sum()

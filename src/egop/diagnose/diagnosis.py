@@ -30,7 +30,7 @@ _HEADER = ("candidate", "learning rate", "loss", "steps", "step time", "time")
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """The result of :func:`egop.diagnose`. Print it to see four lines and a table.
+    """The result of :func:`egop.diagnose`. Print it to see the answer and a table.
 
     Attributes:
         candidates: the candidates, AdamW first.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _SCHEDULE = (
     f"for warm-up over the first {100 * WARM_UP:.0f} % and decay over the last {100 * DECAY:.0f} % of training; "
-    "with a constant rate, try a third"
+    "for a constant rate, divide by three"
 )
 
 

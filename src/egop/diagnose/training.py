@@ -223,6 +223,6 @@ def _check_gradient(model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
     if all(gradient is None for gradient in gradients):
         raise ValueError(
-            "Copies of the model are trained, but the loss does not depend on the model that it is given. "
+            "The loss does not depend on the model that it is given, which is a copy. "
             "Use loss_fn(model, batch)'s own model argument, without detach or no_grad."
         )

@@ -90,8 +90,8 @@ def check_finite(names: Sequence[str], losses: Tensor, gradients: Sequence[Tenso
         if not finite.all():
             draw = first_draw + int(finite.logical_not().nonzero()[0])
             raise FloatingPointError(
-                f"{what} is not finite at draw {draw}. The points may lie too far out: use a rho of smaller scale, "
-                "or check the loss for overflow, log(0) and division by zero."
+                f"{what} is not finite at draw {draw}. The points may be too far out: use a smaller scale in rho, or "
+                "check the loss for overflow, log(0) and division by zero."
             )
 
 

@@ -56,9 +56,9 @@ def warn_of_scale(objective: Objective, initializer: Initializer) -> None:
     objective.has_warned_of_scale = bool(changes)
     if changes and processes.rank() == 0:
         logger.warning(
-            "egop.Initialization() draws weights at another scale than the model's: %s (root mean squares). If they "
-            "are pretrained or trained, sample around them: rho=egop.Recentered(scale). If the model was initialized "
-            "in another way, pass it: rho=egop.Initialization(init_fn=...).",
+            "egop.Initialization() draws weights at a different scale from the model's: %s (root mean squares). If "
+            "they are pretrained or trained, sample around them: rho=egop.Recentered(scale). If the model was "
+            "initialized in another way, pass it: rho=egop.Initialization(init_fn=...).",
             list_first(changes, _MAX_LISTED),
         )
 

@@ -44,7 +44,7 @@ def parametrize(model: nn.Module, basis: Basis) -> nn.Module:
         key, *others = change.block.parameters
         if others:
             raise ValueError(
-                f"Block '{name}' has {len(others) + 1} tensors, and a parametrization belongs to one. Estimate the "
+                f"Block '{name}' has {len(others) + 1} tensors; a parametrization takes one. Estimate the "
                 "basis with partition='parameter', or use egop.ReparameterizedOptimizer."
             )
         if key not in places:

@@ -1,4 +1,4 @@
-"""Base class of the matrix optimizers: momentum, stacks of weights of one shape, updates of one size."""
+"""Base class of the matrix optimizers: momentum, stacks of weights of one shape, updates of equal size."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class RotatedPolarAdam(PolarAdam):
     ``exp_avg`` and ``exp_avg_sq`` are in the basis; a renewal rotates the first exactly, the second by the squared
     rotation.
 
-    On a GPU a new basis is computed on another stream right after the step before, alongside the next forward and
+    On a GPU a new basis is computed on another stream right after the previous step, alongside the next forward and
     backward pass. Until the step that installs it, the state stays as it is.
 
     Args:

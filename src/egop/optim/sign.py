@@ -15,9 +15,9 @@ from egop.optim.matrix_optimizer import MatrixOptimizer
 class Sign(MatrixOptimizer):
     """The sign of the momentum, entry by entry.
 
-    In the original coordinates this trains a network poorly. In the eigenbasis of the gradients' Gram matrices it is
-    SPlus (arXiv 2506.07254): ``egop.ReparameterizedOptimizer(model, egop.optim.Sign, lr=1e-3,
-    refresh=egop.Online(structure=egop.Kronecker()), outside=torch.optim.AdamW)``.
+    In the eigenbasis of the gradients' Gram matrices this is SPlus (arXiv 2506.07254):
+    ``egop.ReparameterizedOptimizer(model, egop.optim.Sign, lr=1e-3, refresh=egop.Online(structure=egop.Kronecker()),
+    outside=torch.optim.AdamW)``.
 
     Args:
         params: weights of two or more dimensions, or parameter groups of them.

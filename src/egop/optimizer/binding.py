@@ -255,7 +255,7 @@ class BoundParameters:
         names = [known.get(id(tensor), place) for tensor, place in zip(tensors, self.names, strict=True)]
         for tensor, name in zip(tensors, names, strict=True):
             if id(tensor) not in known and name in taken:
-                raise ValueError(f"A new one takes the position of '{name}', which is still there, so it has no name.")
+                raise ValueError(f"A new one is in the place of '{name}', which is still in use elsewhere.")
             if not tensor.is_leaf:
                 raise ValueError(f"'{name}' is not a leaf: it was computed from other tensors.")
         return names

@@ -56,9 +56,9 @@ def check_class(
             )
         if trial.reason is not None and not works_on_matrices:
             raise TypeError(
-                f"{name} does not work coordinate by coordinate: {trial.reason}. The coordinates of a block need not "
-                f"be a matrix, nor have rows and columns that mean the same. {_ADVICE}. If {name} is meant for "
-                "coordinates that are matrices, set works_on_matrices = True on the class."
+                f"{name} does not work coordinate by coordinate: {trial.reason}. The coordinates of a block may have "
+                f"another shape than the weight. {_ADVICE}. If {name} is meant for coordinates that are matrices, set "
+                "works_on_matrices = True on the class."
             )
         differs_on_vectors |= trial.differs_on_vectors
     return works_on_matrices or differs_on_vectors
@@ -94,8 +94,8 @@ def complete_hyperparameters(
     except Exception as error:
         raise TypeError(
             f"{optimizer_class.__name__} cannot be built from parameter groups and {sorted(hyperparameters)}: "
-            f"{type(error).__name__}: {error}. egop needs a class that is called as torch.optim.AdamW is. If this one "
-            "wraps another optimizer, give egop that optimizer's class and wrap the result."
+            f"{type(error).__name__}: {error}. egop needs a class that is called like torch.optim.AdamW. If this one "
+            "wraps another optimizer, pass that optimizer's class and wrap the result."
         ) from error
 
 
@@ -104,7 +104,7 @@ def warn_of_no_effect(optimizer_class: type[Optimizer], blocks: Sequence[BoundBl
     name = optimizer_class.__name__
     if not blocks and not is_intended:
         text = (
-            f"Nothing is rotated: this is plain {name}. Give the optimizer basis= or refresh=egop.Online(). "
+            f"Nothing is rotated: this is plain {name}. Pass basis= or refresh=egop.Online(). "
             f"If plain {name} is what you want, pass basis=egop.Basis([])."
         )
     elif (

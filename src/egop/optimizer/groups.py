@@ -82,8 +82,8 @@ def _check_name(given: str, parameter: Any, known: ModuleIndex) -> str:
         return name
     problem = f"is called '{names[0]}' in the model" if names else "is not the model's parameter of this name"
     raise ValueError(
-        f"The parameter given as '{given}' {problem} ({type(known.module).__name__}). Give as model= the module whose "
-        "named_parameters() these are, or give the parameters without names."
+        f"The parameter given as '{given}' {problem} ({type(known.module).__name__}). Pass the module that owns "
+        "these parameters as model=, or pass them without names."
     )
 
 

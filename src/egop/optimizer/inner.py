@@ -229,8 +229,8 @@ def _parse_outside(outside: Any) -> tuple[type[Optimizer] | None, dict[str, Any]
         )
     if "lr" in options:
         raise ValueError(
-            "outside takes its learning rate from the parameter groups, so that schedulers reach it. For another one, "
-            "give those parameters a group of their own."
+            "outside= takes its learning rate from the parameter groups, so that schedulers apply to it. For another "
+            "one, put those parameters in a group of their own."
         )
     return kind, dict(options)
 
@@ -242,7 +242,7 @@ def check_lookahead(optimizer: Optimizer) -> None:
     """Raise TypeError for an optimizer that :func:`look_ahead` does not support."""
     if not callable(getattr(optimizer, "lookahead", None)) and not isinstance(optimizer, torch.optim.Adam):
         raise TypeError(
-            f"{type(optimizer).__name__} cannot predict the update for a momentum, which egop.Aligned() needs. Use "
+            f"{type(optimizer).__name__} has no lookahead method, which egop.Aligned() needs. Use "
             "egop.optim.Sinkhorn, egop.optim.Sign, torch.optim.Adam or AdamW; or egop.Online(), which works with every "
             "optimizer."
         )

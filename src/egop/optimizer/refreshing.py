@@ -221,8 +221,8 @@ def check_refresh(refresh: object, basis: object) -> None:
     kind = basis if isinstance(basis, type) else type(basis)
     if issubclass(kind, Refresh):
         raise TypeError(
-            f"basis must be an egop.Basis, got {kind.__name__}, which says when a basis is renewed. "
-            f"Pass it as refresh=egop.{kind.__name__}(...)."
+            f"basis must be an egop.Basis, got the refresh {kind.__name__}. Pass it as "
+            f"refresh=egop.{kind.__name__}(...)."
         )
     if refresh is not None and not isinstance(refresh, Refresh):
         raise TypeError(

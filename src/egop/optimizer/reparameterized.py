@@ -88,9 +88,9 @@ class ReparameterizedOptimizer(Optimizer):
         given = refresh is not None or any(each is not None for each in (basis, *bases))
         if outside is not None and not given:
             raise ValueError(
-                "outside= is for parameters outside every block, and without basis= and refresh= there are no blocks: "
-                f"it would step everything, and {optimizer_class.__name__} nothing. Give refresh=egop.Online() or "
-                f"basis=. To use {optimizer_class.__name__} without a rotation, make one optimizer of each class."
+                f"outside= needs basis= or refresh=: without blocks it would step everything, and "
+                f"{optimizer_class.__name__} nothing. Pass refresh=egop.Online() or basis=. To use "
+                f"{optimizer_class.__name__} without a rotation, make one optimizer of each class."
             )
         # Frameworks copy attributes to wrappers, so everything is in one object, which wrapper and optimizer share.
         self._engine = engine = Engine(BaseOptimizer(optimizer_class, hyperparameters, outside))

@@ -342,7 +342,7 @@ def _check_about(abouts: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
     if list(here) != list(there):  # state is matched by position
         raise ValueError(
             f"It has the parameters in another order: {list(there)}, but here {list(here)}. "
-            "Give them to the optimizer in the order in which they were saved."
+            "Pass them to the optimizer in the order in which they were saved."
         )
 
 

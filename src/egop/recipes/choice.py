@@ -78,7 +78,7 @@ class WeightChoice:
         weights = [*self.matrices, *self.left]
         for pattern in self.exclude:
             if not any(_matches(name, pattern) for name in weights):
-                raise ValueError(f"Pattern {pattern!r} in exclude matches no weight. There are: {', '.join(weights)}.")
+                raise ValueError(f"Pattern {pattern!r} in exclude matches no weight. Available: {', '.join(weights)}.")
         left = _join(f"{name} ({reason})" for name, reason in self.left.items())
         if index is None:
             warnings.warn(

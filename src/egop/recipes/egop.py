@@ -34,12 +34,12 @@ _Kind = tuple[int, Matrix]  # matrices that are stepped alike, by the index of t
 class EGOP(Optimizer):
     """PolarAdam in an eigenbasis of the momentum for weight matrices, and AdamW for everything else.
 
-    Use it in place of AdamW, with the same learning rate and weight decay. The update of a weight matrix has a root
-    mean square of lr · 0.4 · √max(1, outputs / inputs) if the model has normalization layers, and of half that
-    otherwise, so AdamW's best learning rate, or 0.008 if that is lower, is a good starting point.
+    Use it in place of AdamW, with the same weight decay. The update of a weight matrix has a root mean square of
+    lr · 0.4 · √max(1, outputs / inputs) if the model has normalization layers, and of half that otherwise, so AdamW's
+    best learning rate, or 0.008 if that is lower, is a good starting point.
 
     Weights of linear layers, convolutions, attention and experts are updated by :class:`egop.optim.PolarAdam` in
-    coordinates in which their momentum has uncorrelated rows: the smaller side of each weight is rotated, and the
+    coordinates that follow their momentum: the smaller side of each weight is rotated to its principal axes. The
     rotation is renewed often at first, and then every ``every`` steps. AdamW updates embeddings, output heads, norms
     and biases. ``print(optimizer.plan)`` shows which weights are rotated, and why others are not.
 
@@ -54,8 +54,8 @@ class EGOP(Optimizer):
         weight_decay: decoupled weight decay for all parameters. To exclude norms and biases, put them in a group of
             their own.
         rotate: set to False to run the same base optimizer on the same weights without a rotation.
-        every: largest number of steps between renewals of a rotation. There are more at first: after steps 1, 2, 3, 4,
-            6, 8, 12, 16, 24, ...
+        every: largest number of steps between renewals of a rotation. Early ones are more frequent: after steps 1, 2,
+            3, 4, 6, 8, 12, 16, 24, ...
         exclude: name patterns, such as ``"*.gate"``, of modules or weights to leave to AdamW.
         update_rms: the factor 0.4 or 0.2 of the rule above. Set it to 0.4 if the model normalizes activations by
             functions instead of modules.

@@ -91,7 +91,7 @@ def apply_stopping_rule(curve: Sequence[float]) -> list[float]:
 
 
 class ConvexExperiment(TunedExperiment):
-    """Adagrad and Adam in both coordinates, each tuned separately, and gradient descent, which has none."""
+    """Adagrad and Adam in both coordinate systems, each tuned separately, and gradient descent, which has none."""
 
     id: ClassVar[str] = "convex"
 
@@ -239,7 +239,7 @@ class ConvexExperiment(TunedExperiment):
 
 def _format_result(measured: tuple[float, float]) -> str:
     norm, steps = measured
-    return f"stopped after {steps:g} steps" if norm <= STOP else f"gradient norm {norm:.2g} after {steps:g} steps"
+    return f"converged after {steps:g} steps" if norm <= STOP else f"gradient norm {norm:.2g} after {steps:g} steps"
 
 
 def _id(case: Case, name: str) -> str:

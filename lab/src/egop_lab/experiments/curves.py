@@ -92,7 +92,7 @@ def check_same_in_both(
     if not worst <= tolerance:
         raise AssertionError(f"{id}: {who} differs between coordinates by {worst:.2g}: the implementation is wrong.")
     finding = f"Largest median relative difference of a trial: {worst:.2g}."
-    return Judgement(id, f"Check: {who} is the same in both coordinates.", "holds", finding, "check")
+    return Judgement(id, f"Check: {who} is the same in both coordinate systems.", "holds", finding, "check")
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:

@@ -67,7 +67,7 @@ class Demo:
 def run(
     *, epochs: int = EPOCHS, seed: int = 0, progress: bool = True, show: Callable[[str], None] | None = None
 ) -> Demo:
-    """Estimate the basis, pass it to ``show`` as text, then train with each optimizer in both coordinates."""
+    """Estimate the basis, pass it to ``show`` as text, then train with each optimizer in both coordinate systems."""
     data = digits()
     start = xavier_(digits_network(), _generator(seed, "start"))
     began = time.perf_counter()
@@ -177,7 +177,8 @@ def _verdict(original: Run, reparameterized: Run, epochs: int) -> str:
     difference = _median_difference(before, after)
     if difference < _SAME:
         return (
-            f"{name} is the same in both coordinates (losses differ by {difference:.1g} of them in the median epoch)."
+            f"{name} is the same in both coordinate systems (in the median epoch, losses differ by {difference:.1g} of "
+            "their size)."
         )
     reached = after.epochs_to(before.final)
     speed = (

@@ -1,4 +1,4 @@
-"""Digits: the paper's opening figure, a small ReLU network in both coordinates."""
+"""Digits: the paper's opening figure, a small ReLU network in both coordinate systems."""
 
 from __future__ import annotations
 

@@ -124,9 +124,9 @@ class ErrorsInVariablesExperiment(TunedExperiment):
         for name, losses in (("SOAP", soap), ("Shampoo", shampoo)):
             words = f"{name} does not beat EGOP Adam for ν ≥ 0.5, although it renews its basis every step."
             far = [nu for nu in residuals if nu >= 0.5]
-            numbers = "; ".join(f"ν = {nu:g}: EGOP Adam {final[nu, EGOP_ADAM]:.2g}, {losses[nu]:.2g}" for nu in far)
+            numbers = "; ".join(f"ν = {nu:g}: {final[nu, EGOP_ADAM]:.2g}, {losses[nu]:.2g}" for nu in far)
             better = to_verdict(all(final[nu, EGOP_ADAM] <= losses[nu] for nu in far)) if far else "cannot be judged"
-            found = f"Final losses, {name} second{_WHICH[name].removesuffix(',')}: {numbers}."
+            found = f"Final losses of EGOP Adam and {name}{_WHICH[name].removesuffix(',')}: {numbers}."
             margins = [count_decades(final[nu, EGOP_ADAM], losses[nu]) for nu in far]
             least = min((margin for margin in margins if margin is not None), default=None)
             judged.append(Judgement(f"{self.id}/{name}-no-better", words, better, found, margin=least))

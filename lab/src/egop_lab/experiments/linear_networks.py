@@ -252,14 +252,14 @@ class LinearNetworksExperiment(SweepExperiment):
         worst = max(finals, key=lambda name: finals[name])
         rivals = {name: self._median(name, ORIGINAL, final_loss, separate) for name in _EQUIVARIANT}
         best = min(rivals, key=lambda name: rivals[name])
-        words = "Adam and Adagrad end lower than SGD and SGD with momentum, in both coordinates."
+        words = "Adam and Adagrad end lower than SGD and SGD with momentum, in both coordinate systems."
         judged = compare("linear-networks/adaptive", words, (worst, finals[worst]), (best, rivals[best]))
         rate = self.choose_rate(best, separate=separate)
         larger = [tried for tried in self._medians(best, ORIGINAL) if tried > rate]
         end = (
-            f" Its rate is {rate:g}; from {min(larger):g} on it diverges."
+            f" The rate of {best} is {rate:g}; from {min(larger):g} on it diverges."
             if larger and not math.isfinite(self._medians(best, ORIGINAL)[min(larger)])
-            else f" Its rate is {rate:g}{', the end of its grid' if not larger else ''}."
+            else f" The rate of {best} is {rate:g}{', the end of its grid' if not larger else ''}."
         )
         return replace(judged, finding=judged.finding + end)
 

@@ -1,4 +1,4 @@
-"""ResNet-34 on ImageNet images: AdamW in both coordinates, SOAP and Muon; epochs and seconds to a validation loss."""
+"""ResNet-34 on images: AdamW in both coordinate systems, SOAP and Muon; epochs and seconds to a validation loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trajectories: the paper's opening picture, Adagrad in the plane in both coordinates."""
+"""Trajectories: the paper's opening picture, Adagrad in the plane in both coordinate systems."""
 
 import math
 from collections.abc import Sequence

@@ -10,9 +10,9 @@ from typing import Literal
 
 from egop_lab.experiments.base import Judgement
 
-Reason = Literal["not reproducible here", "another setting", "our tuning", "a strict rule", "unexplained"]
+Reason = Literal["not reproducible here", "other settings", "our tuning", "strict rule", "unexplained"]
 
-HEADER = ("finding", "which it is", "claims and margins")
+HEADER = ("finding", "kind", "claims and margins")
 
 
 @dataclass(frozen=True)
@@ -53,4 +53,4 @@ def _format_margin(item: Judgement) -> str:
     if item.margin is None:
         return item.finding.removesuffix(".")
     factor = 10 ** abs(item.margin)
-    return "equal" if factor < 1.001 else f"a factor of {factor:.3g} the other way"
+    return "equal" if factor < 1.001 else f"reversed by a factor of {factor:.3g}"

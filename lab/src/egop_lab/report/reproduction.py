@@ -145,7 +145,7 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
     if failures := group_failures(_get_judged(found)):
         described = _describe_failures(failures)
         lines += ["", f"[Why claims fail]({path.stem}/failures.md): {described}."]
-        words = f"Claims with one cause are one finding: {described}."
+        words = f"Claims that share a cause are grouped: {described}."
         page = ["# Why claims fail", "", words, "", _row(HEADER), "|---|---|---|", *map(_row, failures), ""]
         _write_text("\n".join(page), path.with_suffix("") / "failures.md")
     for title, items in highlights:
@@ -191,7 +191,8 @@ def _get_experiment_id(item: Judgement) -> str:
 
 
 def _highlight(item: Judgement) -> str:
-    return f"{item.statement} {item.finding} They differ by {wording.format_distance(item)}."
+    distance = wording.format_distance(item)
+    return f"{item.statement} {item.finding}{'' if distance in item.finding else f' They differ by {distance}.'}"
 
 
 def _markdown(section: Section) -> list[str]:
