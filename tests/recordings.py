@@ -30,7 +30,9 @@ def record_on_the_cpu(monkeypatch):
 
     monkeypatch.setattr(Recorder, "device_for", lambda self, tensors: torch.device("cpu") if tensors else None)
     monkeypatch.setattr(Recorder, "record", record)
-    monkeypatch.setattr(matrix_optimizer, "_is_small", bool)
+    monkeypatch.setattr(
+        matrix_optimizer.MatrixOptimizer, "_is_recorded", lambda self, stacks: self._is_recordable and bool(stacks)
+    )
     return counts
 
 

@@ -100,7 +100,7 @@ def _describe_plan(model: Any) -> str:
     return (
         f"{size:,} parameters in {pluralize(len(tensors), 'tensor')}, {rotated / max(1, size):.0%} of them rotated.\n\n"
         f"{chosen}\n\n"
-        f"Extra memory over AdamW: {bases} of bases (half as much again on a GPU, for copies in bfloat16)."
+        f"Extra memory over AdamW: {bases} of bases."
     )
 
 

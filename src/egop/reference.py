@@ -65,8 +65,8 @@ def step_rotated(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
         A = U @ U.mT
         U = a * U + (b * A + c * A @ A) @ U
 
-    # W ← W − lr · s · Q U / rms(U)
-    s = group["update_rms"] * max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5
+    # W ← W − lr · s · Q U / rms(U), with a smaller s if Adam's direction fades
+    s = group["update_rms"] * max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5 * min(1, D.abs().max() / 0.01)
     update = s * Q @ U / U.square().mean().sqrt().clamp_min(1e-300)
     weight.sub_(group["lr"] * (update if wide else update.mT).reshape(weight.shape))
 

@@ -126,7 +126,8 @@ def test_the_head_is_what_the_model_says_or_a_name_or_the_last_linear_layer():
 
 def test_frozen_teacher_does_not_provide_the_head():
     model = nn.ModuleDict({"student": cases.mlp(), "teacher": cases.mlp().requires_grad_(False)})
-    assert head_of(model) == ["student.2.weight"]
+    assert head_of(model["student"]) == ["2.weight"]
+    assert head_of(model) == ["student.2.weight", "teacher.2.weight"]  # each network has its own
 
 
 def test_head_is_recognized_even_if_it_is_given_or_trained_alone():

@@ -195,6 +195,13 @@ def test_the_answer_has_four_lines_and_a_table():
     assert found.code == "egop.EGOP(model, lr=0.01)"
 
 
+def test_rates_that_differ_from_the_table_are_explained():
+    found = made_up()
+    assert "scaled" not in str(found)
+    found.race.planned = 10_000
+    assert str(found).endswith("Longer training usually needs lower rates: those to try are scaled to its length.")
+
+
 def test_short_runs_leave_the_answer_uncertain():
     found = made_up(early=(0.5,), late=(0.5,))
     assert not found.doubts

@@ -269,7 +269,7 @@ def test_ctrl_c_before_the_first_run_is_passed_on_and_leaves_the_model_as_it_was
 
 
 def test_ctrl_c_later_returns_what_is_known_and_leaves_the_model_as_it_was():
-    objective = make_objective(interrupt_at(300, KeyboardInterrupt()))
+    objective = make_objective(interrupt_at(400, KeyboardInterrupt()))
     before = cases.state_of(objective.module)
     found = race_candidates(objective)
     assert found.ended == "it was interrupted"
@@ -281,7 +281,7 @@ def test_a_used_up_budget_ends_the_race_with_what_is_known(monkeypatch):
     now = iter(range(10**9))
     monkeypatch.setattr(race.time, "monotonic", lambda: next(now) * 0.01)
     found = race_candidates(make_objective(), budget=0.6, seeds=(0, 1))
-    assert found.ended == "the budget of 0.6 s was used up"
+    assert found.ended == "the budget of 0.6 s was used up: allow more (budget=)"
     assert found.ranked("AdamW")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 import cases
@@ -513,3 +514,36 @@ def test_host_batches_for_a_gpu_model():
     for method in ("loop", "vmap"):
         assert cases.estimate(objective, sampling=method)["0.weight"].dense().device.type == "cuda"
     assert egop.find_lr(objective, egop.EGOP, steps=4, progress=False).lr > 0
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [nn.CrossEntropyLoss(), nn.functional.cross_entropy, lambda model: 0.0, lambda model, x, y: 0.0, "mse"],
+    ids=["module", "function", "one argument", "three arguments", "text"],
+)
+def test_a_loss_function_that_cannot_be_called_with_model_and_batch_is_refused(loss_fn):
+    with pytest.raises(TypeError, match=r"called as loss_fn\(model, batch\), which does not fit .* Write, for example"):
+        egop.Objective(nn.Linear(2, 2), loss_fn, [torch.ones(2, 2)])
+
+
+@pytest.mark.parametrize("loss_fn", [max, lambda *given: 0.0, lambda model, batch, scale=1.0: 0.0])
+def test_other_loss_functions_are_accepted(loss_fn):
+    assert egop.Objective(nn.Linear(2, 2), loss_fn, [torch.ones(2, 2)])
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+@pytest.mark.parametrize("reparametrize", [
+    nn.utils.weight_norm, nn.utils.spectral_norm, lambda layer: prune.l1_unstructured(layer, "weight", 3),
+], ids=["weight norm", "spectral norm", "pruned"])  # fmt: skip
+def test_models_with_computed_weights_can_be_copied(reparametrize):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), reparametrize(nn.Linear(4, 2)))
+    batch = torch.ones(5, 3)
+    expected = model(batch)
+    model.eval()
+    objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [batch])
+    copied, loss_fn = objective.trainable_copy()
+    loss_fn(copied, batch).backward()
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(copied(batch), expected)

@@ -184,7 +184,8 @@ def test_update_size_does_not_depend_on_the_gradient_scale(kind, scale):
     optimizer.step()
     moved = (1 - weight).detach()
     size = moved.square().mean().sqrt().item()
-    assert size == pytest.approx(0.0 if scale == 0 else 0.02, rel=1e-4)
+    is_below_eps = kind is egop.optim.PolarAdam and scale == 1e-30  # where Adam hardly moves either
+    assert size == pytest.approx(0.0 if scale == 0 or is_below_eps else 0.02, rel=1e-4, abs=1e-20)
 
 
 @pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])

@@ -144,9 +144,7 @@ def test_a_state_dict_resumes_exactly():
 
 @pytest.mark.parametrize("base", [torch.optim.Adagrad, egop.optim.PolarAdam])
 def test_an_optimizer_without_a_known_map_is_refused_at_construction(base):
-    with pytest.raises(
-        TypeError, match=rf"{base.__name__} has no lookahead method, which egop\.Aligned"
-    ):
+    with pytest.raises(TypeError, match=rf"{base.__name__} has no lookahead method, which egop\.Aligned"):
         egop.ReparameterizedOptimizer(network(), base, refresh=egop.Aligned(), lr=0.01)
 
 

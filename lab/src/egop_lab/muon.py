@@ -40,7 +40,7 @@ class Muon(egop.optim.MatrixOptimizer):
         """Return the polar factors."""
         return egop.optim.polar(matrices, group["iterations"])
 
-    def compute_scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def compute_scales(self, updates: Tensor, directions: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the scales of exactly orthogonal updates."""
         size = group["update_rms"] * math.sqrt(max(updates.shape[-2:]))
         dtype = torch.promote_types(updates.dtype, torch.float32)
@@ -79,6 +79,6 @@ class NorMuon(Muon):
         torch._foreach_lerp_(means, list(squares.unbind()), 1 - group["beta2"])
         return factors / (torch.stack(means).sqrt() + group["eps"])
 
-    def compute_scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
+    def compute_scales(self, updates: Tensor, directions: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the scales that give all updates the same root mean square."""
         return egop.optim.rms_scales(updates, group["update_rms"])

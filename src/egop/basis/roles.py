@@ -146,10 +146,18 @@ def _read_roles(module: nn.Module) -> dict[int, Role]:
     weights = [key for key, role in roles.items() if role.kind == "weight"]
     named = _find_named_heads(module, uses)
     heads = [key for key in weights if key in named]
-    trained = [key for key in weights if uses[key].parameter.requires_grad]
-    if not heads and not is_tied and len(weights) > 1 and trained and _is_linear(uses[trained[-1]].holder):
-        heads = trained[-1:]
+    if not heads and not is_tied and len(weights) > 1:
+        heads = [key for key in _find_last_layers([uses[key] for key in weights]) if _is_linear(uses[key].holder)]
     return roles | {key: roles[key]._replace(kind="head") for key in heads}
+
+
+def _find_last_layers(weights: list[_Use]) -> list[int]:
+    """Return the last weight of a module; after a frozen network, such as a teacher, also that of the rest."""
+    part = weights[-1].path.partition(".")[0]
+    own = [use for use in weights if use.path.partition(".")[0] == part]
+    rest = [use for use in weights if use.path.partition(".")[0] != part]
+    is_frozen_network = len(own) > 1 and rest and not any(use.parameter.requires_grad for use in own)
+    return [id(weights[-1].parameter), *(_find_last_layers(rest) if is_frozen_network else [])]
 
 
 def _read_role(use: _Use) -> Role:

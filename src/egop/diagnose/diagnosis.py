@@ -143,8 +143,10 @@ class Diagnosis:
             f"Loss after runs of {self.race.lengths[self.race.stage]} steps. Steps and time to the same loss and the "
             "time of a step are multiples of AdamW's."
         )
-        left_out = [f"{name} was left out: {reason}." for name, reason in self.race.left_out.items()]
-        return "\n".join([self.verdict, "", format_table(_HEADER, self._rows()), legend, *left_out])
+        notes = [f"{name} was left out: {reason}." for name, reason in self.race.left_out.items()]
+        if self.lr != self.race.ranked(self.advised)[0].lr:
+            notes = ["Longer training usually needs lower rates: those to try are scaled to its length.", *notes]
+        return "\n".join([self.verdict, "", format_table(_HEADER, self._rows()), legend, *notes])
 
     def plot(self) -> Figure:
         """Plot the race: the loss of each candidate at its best learning rate, by step."""

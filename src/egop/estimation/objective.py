@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -52,6 +53,7 @@ class Objective:
                 f"model must be a torch.nn.Module, got {type(model).__name__}. "
                 "For a plain function of tensors use egop.Objective.from_function(f, {'name': tensor})."
             )
+        _check_loss_function(loss_fn)
         self._model = _unwrap(model)
         self._loss_fn, self._batches = loss_fn, batches
         self._caller = _Caller(self._model)
@@ -185,7 +187,10 @@ class Objective:
         """Return a copy of the module at the current parameters, and the loss function to train it with."""
         if self._sampled is None:
             self._load_tensors()
-        return copy.deepcopy(self._model), lambda module, batch: _as_scalar(self._loss_fn(module, batch))
+        # Weights that a hook has computed, as torch.nn.utils.prune does: torch cannot copy these as they are.
+        computed = [item for part in self._model.modules() for item in vars(part).values() if _is_computed(item)]
+        model = copy.deepcopy(self._model, {id(tensor): tensor.detach().clone() for tensor in computed})
+        return model, lambda module, batch: _as_scalar(self._loss_fn(module, batch))
 
     def check_unsharded(self) -> None:
         """Raise TypeError if a parameter is sharded over processes."""
@@ -283,6 +288,10 @@ def _take_snapshot(module: nn.Module) -> Callable[[], None]:
     return restore
 
 
+def _is_computed(item: Any) -> bool:
+    return isinstance(item, Tensor) and not item.is_leaf
+
+
 def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
@@ -329,6 +338,24 @@ def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
             raise ValueError(f"Parameter '{name}' is not initialized yet (a lazy module). Run one forward pass first.")
         if not parameter.is_floating_point():
             raise TypeError(f"Parameter '{name}' is {parameter.dtype}; egop works with real floating-point parameters.")
+
+
+def _check_loss_function(loss_fn: Any) -> None:
+    """Raise TypeError for a function that cannot be called with a model and a batch."""
+    places = getattr(loss_fn, "__module__", ""), type(loss_fn).__module__
+    fits = callable(loss_fn) and not {"torch.nn.functional", "torch.nn.modules.loss"} & set(places)
+    if fits:
+        with contextlib.suppress(ValueError):  # of a callable that does not tell its arguments
+            try:
+                inspect.signature(loss_fn).bind(None, None)
+            except TypeError:
+                fits = False
+    if not fits:
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        raise TypeError(
+            f"loss_fn is called as loss_fn(model, batch), which does not fit {name}. Write, for example, "
+            "lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])."
+        )
 
 
 def _check_dense(name: str, gradient: Tensor) -> Tensor:

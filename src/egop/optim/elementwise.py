@@ -37,7 +37,7 @@ class MatrixStack:
         gradients: the gradients of the weights in this step.
         states: their states.
         shape: shape of a weight as a matrix, or as a stack of matrices.
-        bases: stacked bases of the smaller sides of the matrices, if they are stepped in rotated coordinates.
+        bases: in a step in rotated coordinates, stacked bases of the smaller sides of the matrices.
     """
 
     def __init__(self, weights: Sequence[Tensor], group: Mapping[str, Any], *, any_column_order: bool) -> None:
@@ -45,7 +45,6 @@ class MatrixStack:
         self.gradients: list[Tensor] = []
         self.states: list[dict[str, Tensor]] = []
         self.bases: Tensor | None = None
-        self.stacked_versions: list[tuple[int, int]] = []  # of what was stacked in ``bases``
         weight, last = weights[0], group["matrices_last"]
         usual = tuple(range(weight.dim()))
         in_memory = (0, *sorted(usual[1:], key=weight.stride, reverse=True))

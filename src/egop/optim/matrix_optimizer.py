@@ -21,6 +21,7 @@ from egop.numerics import (
     check_nonnegative,
     check_positive_int,
     copy_all,
+    outside_inference_mode,
     run_in_branches,
     without_autocast,
 )
@@ -36,7 +37,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "iterations": check_positive_int,
 }
 _RECORDABLE = ({("cuda", torch.float32)}, {("cuda", torch.float64)})  # device and precision of all weights
-_MAX_STACKINGS = 64  # sets of weights whose stacks are kept; a network whose weights all have gradients needs one
+_MAX_STACKINGS = 16  # sets of weights whose stacks are kept; a network whose weights all have gradients needs one
 
 
 class MatrixOptimizer(Optimizer, abc.ABC):
@@ -80,6 +81,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
                     "egop.ReparameterizedOptimizer use outside=torch.optim.AdamW."
                 )
 
+    @outside_inference_mode
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
@@ -120,8 +122,8 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         """Return the updates for weights of one shape, up to their scale."""
         return self.transform(matrices, stack.group)
 
-    def compute_scales(self, updates: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Return the factor for each matrix of updates, without the learning rate."""
+    def compute_scales(self, updates: Tensor, directions: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Return the factor for each matrix of updates, which were made of directions, without the learning rate."""
         return rms_scales(updates, group["update_rms"])
 
     def lookahead(self, weights: Sequence[Tensor], gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,18 +178,26 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         return MatrixStack(weights, group, any_column_order=self._is_recordable)
 
     def _step_stacks(self, stacks: Sequence[MatrixStack]) -> None:
-        if self._is_recordable and _is_small(stacks):
+        if self._is_recorded(stacks):
             self._step_recorded(stacks)
         else:
             for stack in stacks:
                 self._step_stack(stack, *_rates(stack.group))
+
+    def _is_recorded(self, stacks: Sequence[MatrixStack]) -> bool:
+        """Return True if launching a step takes longer than computing it and the rates fit the weights' precision."""
+        firsts = [stack.weights[0] for stack in stacks]
+        kinds = {(weight.device.type, weight.dtype) for weight in firsts}
+        if not self._is_recordable or kinds not in _RECORDABLE or any(map(is_sharded, firsts)):
+            return False
+        return sum(weight.nbytes for stack in stacks for weight in stack.weights) <= SMALL_NETWORK_BYTES
 
     def _step_stack(self, stack: MatrixStack, lr: Any, kept: Any) -> None:
         directions = self.compute_directions(stack)
         if stack.weights[0].dtype in (torch.float16, torch.bfloat16):  # too few digits to recognize rounding errors
             directions = directions.float()
         updates = self.compute_updates(stack, directions)
-        stack.apply_updates(updates, self.compute_scales(updates, stack.group) * lr, kept)
+        stack.apply_updates(updates, self.compute_scales(updates, directions, stack.group) * lr, kept)
 
     def _step_recorded(self, stacks: Sequence[MatrixStack]) -> None:
         """Step with a CUDA graph, which reads gradients and rates from its own buffers."""
@@ -269,11 +279,3 @@ def _dense_gradient(weight: Tensor) -> Tensor:
 def _rates(group: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the learning rate and the fraction of a weight that weight decay leaves."""
     return group["lr"], 1 - group["lr"] * group["weight_decay"]
-
-
-def _is_small(stacks: Sequence[MatrixStack]) -> bool:
-    """Return True if launching a step takes longer than computing it and the rates fit the weights' precision."""
-    firsts = [stack.weights[0] for stack in stacks]
-    if {(weight.device.type, weight.dtype) for weight in firsts} not in _RECORDABLE or any(map(is_sharded, firsts)):
-        return False
-    return sum(weight.nbytes for stack in stacks for weight in stack.weights) <= SMALL_NETWORK_BYTES

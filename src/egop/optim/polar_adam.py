@@ -14,6 +14,7 @@ from egop.optim.matrix_optimizer import MatrixOptimizer
 
 # Keller Jordan's quintic (Muon), which brings all singular values to between 0.7 and 1.2 in five steps.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_FADED = 0.01  # Adam's direction is said to fade where all of its entries are below this
 _SMALL = 256  # width of matrices for which making an identity matrix takes longer than a product
 
 
@@ -22,7 +23,8 @@ class PolarAdam(MatrixOptimizer):
 
     The running mean of the gradients (with Nesterov momentum) is divided by the root of the running mean of their
     squares, without bias correction. Five Newton-Schulz steps then bring the singular values to between 0.7 and 1.2;
-    those below about a five-hundredth of the matrix's norm stay smaller.
+    those below about a five-hundredth of the matrix's norm stay smaller. If all entries of Adam's direction are below
+    0.01, because gradients have vanished or are far below ``eps``, the update shrinks in proportion.
 
     The polar factor does not depend on the coordinates. Adam's direction does, so a good basis improves it.
 
@@ -74,6 +76,12 @@ class PolarAdam(MatrixOptimizer):
     def compute_updates(self, stack: MatrixStack, matrices: Tensor) -> Tensor:
         """Return the polar factors, rotated back if there are bases."""
         return orthogonalize(matrices, stack.group["iterations"], stack.bases)
+
+    def compute_scales(self, updates: Tensor, directions: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Return the factors that give updates one root mean square, or less where Adam's direction fades."""
+        dtype = torch.promote_types(directions.dtype, torch.float32)
+        largest = torch.linalg.vector_norm(directions, torch.inf, (-2, -1), keepdim=True, dtype=dtype)
+        return super().compute_scales(updates, directions, group).mul_(largest.div_(_FADED).clamp_max_(1))
 
     def transform(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the polar factors."""

@@ -23,6 +23,7 @@ from egop.numerics import (
 from egop.optim.elementwise import MatrixStack
 from egop.optim.polar_adam import PolarAdam, is_tall, rotate
 
+_LARGEST = torch.finfo(torch.bfloat16).max
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")  # much faster to add than a number
 
 
@@ -75,7 +76,9 @@ class RotatedPolarAdam(PolarAdam):
         for stack in stacks:
             self._stack_bases(stack)
         super()._step_stacks(stacks)
+        is_kept = self._is_recorded(stacks)  # a graph reads the stacked bases
         for stack in stacks:
+            stack.bases = stack.bases if is_kept else None
             torch._foreach_add_([state["step"] for state in stack.states], _ONE)
         self._renew_ahead([stack for stack in stacks if stack.weights[0].is_cuda and not is_sharded(stack.weights[0])])
 
@@ -83,7 +86,7 @@ class RotatedPolarAdam(PolarAdam):
         """Create the state of weights that have none, with the identity as basis."""
         for weight, state in zip(stack.weights, stack.states, strict=True):
             if "basis" not in state:
-                state["step"] = torch.zeros((), device="cpu")
+                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                 identity = torch.eye(min(stack.shape[-2:]), dtype=weight.dtype, device=weight.device)
                 state["basis"] = identity.expand(*stack.shape[:-2], *identity.shape).clone()
 
@@ -104,8 +107,13 @@ class RotatedPolarAdam(PolarAdam):
         for stack, states in due:
             own = [renewals[state["exp_avg"]] for state in states]
             turns = torch.stack([renewal.turn for renewal in own])
-            _rotate_state(stack, [state["exp_avg"] for state in states], turns)
-            _rotate_state(stack, [state["exp_avg_sq"] for state in states], turns.square())
+            means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+            new_means = _rotate(stack.stack(means), turns)
+            # A mean of squares may have overflowed, and infinity times zero is not a number.
+            new_squares = _rotate(stack.stack(squares).clamp_max_(_LARGEST), turns.square())
+            # All at once, so that an interrupt leaves no state half renewed.
+            stack.unstack(new_means, means)
+            stack.unstack(new_squares, squares)
             copy_all([state["basis"] for state in states], [renewal.basis for renewal in own])
 
     def _compute_renewals(self, due: Sequence[_Due]) -> dict[Tensor, _Renewal]:
@@ -125,15 +133,12 @@ class RotatedPolarAdam(PolarAdam):
         return renewals
 
     def _stack_bases(self, stack: MatrixStack) -> None:
-        """Keep the stacked bases, in the precision of products and always in the same memory, up to date."""
+        """Stack the bases in the precision of products, in the same memory as long as that is kept for a graph."""
         bases = [state["basis"] for state in stack.states]
-        versions = [(basis.data_ptr(), basis._version) for basis in bases]
         if stack.bases is None:
             dtype = torch.bfloat16 if _is_fast_in_bfloat16(bases[0]) else bases[0].dtype
             stack.bases = bases[0].new_empty(len(bases), *bases[0].shape, dtype=dtype)
-        if stack.stacked_versions != versions:
-            copy_all(stack.bases.unbind(), bases)
-            stack.stacked_versions = versions
+        copy_all(stack.bases.unbind(), bases)
 
     def _reset_graphs(self) -> None:
         super()._reset_graphs()
@@ -203,12 +208,11 @@ def _is_due(step: int, every: int) -> bool:
     return step > 0 and (is_early or step % every == 0)
 
 
-def _rotate_state(stack: MatrixStack, tensors: list[Tensor], turns: Tensor) -> None:
-    matrices = stack.stack(tensors)
+def _rotate(matrices: Tensor, turns: Tensor) -> Tensor:
     if _is_fast_in_bfloat16(matrices):
         matrices, turns = matrices.bfloat16(), turns.bfloat16()
     with exact_products():
-        stack.unstack(rotate(matrices, turns), tensors)
+        return rotate(matrices, turns)
 
 
 def _is_current(renewal: _Renewal | None, state: Mapping[str, Tensor]) -> bool:

@@ -34,6 +34,10 @@ def name_groups(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(params, nn.Module):
         params = params.named_parameters() if model is None else params.parameters()
+    if isinstance(params, type) and issubclass(params, nn.Module):
+        raise TypeError(
+            f"The parameters come first, got the class {params.__name__}. Pass a model: {params.__name__}(...)."
+        )
     if isinstance(params, type):
         raise TypeError(
             f"The parameters come first, got the class {params.__name__}: "

@@ -6,7 +6,7 @@ import fnmatch
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,21 +73,27 @@ class WeightChoice:
             else:
                 self.matrices[name] = matrix
 
-    def check(self, index: ModuleIndex | None) -> None:
-        """Raise ValueError for a pattern that matches nothing; warn of roles that were guessed and of no matrices."""
-        weights = [*self.matrices, *self.left]
-        for pattern in self.exclude:
+    def check(self, index: ModuleIndex | None, added: Collection[str] | None = None) -> None:
+        """Raise ValueError for a pattern that matches nothing; warn of roles that were guessed and of no matrices.
+
+        Args:
+            index: the module's parameters, if it is known.
+            added: names of parameters that were added later: only these are checked.
+        """
+        weights = [name for name in (*self.matrices, *self.left) if added is None or name in added]
+        for pattern in self.exclude if added is None else ():
             if not any(_matches(name, pattern) for name in weights):
                 raise ValueError(f"Pattern {pattern!r} in exclude matches no weight. Available: {', '.join(weights)}.")
-        left = _join(f"{name} ({reason})" for name, reason in self.left.items())
-        if index is None:
+        chosen = [name for name in weights if name in self.matrices]
+        left = _join(f"{name} ({self.left[name]})" for name in weights if name in self.left)
+        if index is None and weights:
             warnings.warn(
                 "egop.EGOP chooses weights by their roles. Without the model, the roles were guessed from names and "
                 f"shapes, and the model is assumed to have normalization layers. Weights to rotate: "
-                f"{_join(self.matrices)}. Left to AdamW: {left}. Pass the model itself, or add model=model.",
+                f"{_join(chosen)}. Left to AdamW: {left}. Pass the model itself, or add model=model.",
                 stacklevel=find_user_level(),
             )
-        elif not self.matrices:
+        elif self.left and not self.matrices:
             warnings.warn(
                 f"egop.EGOP found no weight matrix, so AdamW updates all parameters. Weights left out: {left}.",
                 stacklevel=find_user_level(),

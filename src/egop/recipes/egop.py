@@ -36,7 +36,7 @@ class EGOP(Optimizer):
 
     Use it in place of AdamW, with the same weight decay. The update of a weight matrix has a root mean square of
     lr · 0.4 · √max(1, outputs / inputs) if the model has normalization layers, and of half that otherwise, so AdamW's
-    best learning rate, or 0.008 if that is lower, is a good starting point.
+    best learning rate, or 0.008 if that is lower, is a good starting point. It is less where gradients have vanished.
 
     Weights of linear layers, convolutions, attention and experts are updated by :class:`egop.optim.PolarAdam` in
     coordinates that follow their momentum: the smaller side of each weight is rotated to its principal axes. The
@@ -99,11 +99,11 @@ class EGOP(Optimizer):
             update_rms = _NORMALIZED_RMS if module is None or has_norm_layers(module) else _PLAIN_RMS
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "update_rms": update_rms}
         self.defaults = settings | {"rotate": rotate, "every": every, "foreach": foreach, "fused": fused}
+        self._is_built = False
         self._reset_engine()  # checks the settings
         groups = name_groups(params, model=model)
         self._index = None if module is None else ModuleIndex(module)
         self._choice = WeightChoice(exclude)
-        self._is_built = False
         super().__init__(groups, self.defaults)
         self._is_built = True
         self._choice.check(self._index)
@@ -170,11 +170,18 @@ class EGOP(Optimizer):
                 raise ValueError(f"egop.EGOP has no option {option}. Remove it from the parameter group.")
         if param_group.get("rotate", self.defaults["rotate"]) != self.defaults["rotate"]:
             raise ValueError("rotate applies to all weights. To leave those of a group to AdamW, name them in exclude.")
+        if "exclude" in param_group:
+            raise ValueError("exclude applies to all weights: pass it to egop.EGOP, not in a parameter group.")
+        if param_group.get("foreach", self.defaults["foreach"]) and param_group.get("fused", self.defaults["fused"]):
+            raise ValueError("foreach=True and fused=True exclude each other. Use one of them.")
         _make_engine(self.defaults | param_group)  # checks the settings
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._choice.add(dict(zip(group["param_names"], group["params"], strict=True)), self._index)
+        if self._is_built:
+            self._choice.check(self._index, group["param_names"])
 
+    @outside_inference_mode
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
@@ -216,19 +223,28 @@ class EGOP(Optimizer):
         Raises:
             ValueError: if it does not fit. Nothing is changed then.
         """
-        check_state_dict(state_dict, self.param_groups, _make_engine, self._expect_shapes)
-        super().load_state_dict(dict(state_dict))
+        loaded: dict[str, Any] = {}
+
+        def check(_: Optimizer, given: Any) -> None:
+            check_state_dict(given, self.param_groups, _make_engine, self._expect_shapes)
+            loaded.update(given)
+
+        handle = self.register_load_state_dict_pre_hook(check)  # after the user's hooks, which may replace it
+        try:
+            super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
+        finally:
+            handle.remove()
         # torch casts the state to the parameter's dtype, and keeps the given tensors where nothing is cast. But weights
         # in half precision have float32 state, and several optimizers may load one state dict.
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        saved = [key for group in loaded["param_groups"] for key in group["params"]]
         for key, (name, parameter) in zip(saved, self._named_parameters(), strict=True):
-            if key not in state_dict["state"]:
+            if key not in loaded["state"]:
                 continue
             if name in self._choice.matrices:
                 dtype = torch.promote_types(parameter.dtype, torch.float32)
                 self.state[parameter] = {
                     entry: value.detach().to("cpu" if entry == "step" else parameter.device, dtype, copy=True)
-                    for entry, value in state_dict["state"][key].items()
+                    for entry, value in loaded["state"][key].items()
                 }
             else:
                 self.state[parameter] = {entry: value.clone() for entry, value in self.state[parameter].items()}
@@ -261,8 +277,9 @@ class EGOP(Optimizer):
 
     def _reset_engine(self) -> None:
         self._engine = _make_engine(self.defaults)
-        self._bound: dict[str, Tensor] = {}  # the parameters as of the last step
-        self._layouts: dict[str, tuple[torch.dtype, torch.device]] = {}  # theirs
+        # The parameters that the state belongs to, and their layouts.
+        self._bound = dict(self._named_parameters()) if self._is_built else {}
+        self._layouts = {name: (each.dtype, each.device) for name, each in self._bound.items()}
         self._settings: dict[_Kind, dict[str, Any]] = {}  # the engine's
 
     def _bind(self, name: str, parameter: Tensor) -> None:
@@ -351,7 +368,7 @@ class EGOP(Optimizer):
     def _start_adamw(self, parameter: Tensor, *, fused: bool | None) -> dict[str, Any]:
         """Create the state of a parameter as torch's AdamW does."""
         state: dict[str, Any] = self.state[parameter]
-        state["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
         for name in _MOMENTS:
             state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state

@@ -171,8 +171,8 @@ def describe_adamw(parameter: Tensor) -> Part:
     return Part((parameter.shape,), trained if parameter.requires_grad else Memory(parameters=size))
 
 
-def describe_egop(parameter: Tensor, block: Block | None, *, on_cpu: bool = False) -> Part:
-    """Describe a parameter under EGOP: two moments and a basis with its copy for products; others as under AdamW."""
+def describe_egop(parameter: Tensor, block: Block | None) -> Part:
+    """Describe a parameter under EGOP: two moments and a basis; others as under AdamW."""
     if block is None:
         return describe_adamw(parameter)
     structure, item = egop.Shared(side="smaller"), block.dtype.itemsize
@@ -182,7 +182,7 @@ def describe_egop(parameter: Tensor, block: Block | None, *, on_cpu: bool = Fals
         gradients=parameter.nbytes,
         coordinates=item * block.size if parameter.itemsize < item else 0,  # the copy in single precision
         moments=2 * item * block.size,
-        bases=cost.bytes + (cost.bytes if on_cpu else cost.bytes // 2),  # on a GPU products are in bfloat16
+        bases=cost.bytes,
     )
     # The gradient is rotated by one product; rotating back costs one of the smaller side.
     side = min(rows, columns)
