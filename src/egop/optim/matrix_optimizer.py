@@ -186,9 +186,10 @@ class MatrixOptimizer(Optimizer, abc.ABC):
 
     def _is_recorded(self, stacks: Sequence[MatrixStack]) -> bool:
         """Return True if launching a step takes longer than computing it and the rates fit the weights' precision."""
+        if not self._is_recordable or not stacks or not stacks[0].weights[0].is_cuda:
+            return False
         firsts = [stack.weights[0] for stack in stacks]
-        kinds = {(weight.device.type, weight.dtype) for weight in firsts}
-        if not self._is_recordable or kinds not in _RECORDABLE or any(map(is_sharded, firsts)):
+        if {(weight.device.type, weight.dtype) for weight in firsts} not in _RECORDABLE or any(map(is_sharded, firsts)):
             return False
         return sum(weight.nbytes for stack in stacks for weight in stack.weights) <= SMALL_NETWORK_BYTES
 

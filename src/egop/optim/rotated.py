@@ -79,7 +79,8 @@ class RotatedPolarAdam(PolarAdam):
         is_kept = self._is_recorded(stacks)  # a graph reads the stacked bases
         for stack in stacks:
             stack.bases = stack.bases if is_kept else None
-            torch._foreach_add_([state["step"] for state in stack.states], _ONE)
+            for state in stack.states:
+                state["step"].add_(_ONE)
         self._renew_ahead([stack for stack in stacks if stack.weights[0].is_cuda and not is_sharded(stack.weights[0])])
 
     def _start(self, stack: MatrixStack) -> None:
@@ -135,6 +136,9 @@ class RotatedPolarAdam(PolarAdam):
     def _stack_bases(self, stack: MatrixStack) -> None:
         """Stack the bases in the precision of products, in the same memory as long as that is kept for a graph."""
         bases = [state["basis"] for state in stack.states]
+        if bases[0].device.type == "cpu":
+            stack.bases = torch.stack(bases)
+            return
         if stack.bases is None:
             dtype = torch.bfloat16 if _is_fast_in_bfloat16(bases[0]) else bases[0].dtype
             stack.bases = bases[0].new_empty(len(bases), *bases[0].shape, dtype=dtype)
