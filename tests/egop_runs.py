@@ -45,7 +45,7 @@ def network(dtype=torch.float64):
 
 
 def backward(model, step):
-    tokens = torch.randint(7, (4, 9), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(7, (4, 9), generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).device)
     model.zero_grad()
     nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
