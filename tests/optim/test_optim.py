@@ -284,3 +284,12 @@ def test_single_number_for_betas_is_refused():
 def test_complex_weights_are_refused(kind):
     with pytest.raises(TypeError, match="steps real numbers"):
         kind([nn.Parameter(torch.zeros(2, 3, dtype=torch.complex64))])
+
+
+def test_settings_that_every_matrix_optimizer_needs_are_checked():
+    class Plain(egop.optim.MatrixOptimizer):
+        def transform(self, matrices, group):
+            return matrices
+
+    with pytest.raises(TypeError, match=r"must include weight_decay, update_rms\.$"):
+        Plain([nn.Parameter(torch.ones(2, 2))], {"lr": 0.1})

@@ -159,7 +159,8 @@ def test_a_state_that_is_not_known_is_an_error_never_a_guess(what):
     state, name = UNKNOWN[what]
     message = (
         f"The optimizer's state has {name}.*, and egop does not know how to rotate it. If it is linear "
-        r"in the gradients.* register it: egop.optimizer.moments.LINEAR.add\(name\). Or use moments='reset'"
+        r"in the gradients.* register it: egop.optimizer.moments.LINEAR.add\(name\); if .*SQUARED.add\(name\). "
+        "Or use moments='reset'"
     )
     with pytest.raises(ValueError, match=message):
         moments.select_movable(state, SHAPE)

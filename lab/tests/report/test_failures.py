@@ -27,8 +27,8 @@ def test_claims_of_one_cause_are_one_row_with_their_margins():
         "matrix-factorization/Adam-lower (equal); matrix-factorization/Adagrad-lower (reversed by a factor of 10)",
     )
     assert second[1:] == ("not reproducible here", "linear-networks/Adam-first-layer (Measured)")
-    assert wording.list_findings(items[0])[-1].startswith("Which it is: our tuning. With fine grids")
-    assert not any("Which it is" in line for line in wording.list_findings(items[2]))
+    assert wording.list_findings(items[0])[-1].startswith("Cause: our tuning. With fine grids")
+    assert not any("Cause" in line for line in wording.list_findings(items[2]))
 
 
 def test_a_failure_without_a_cause_is_said_to_be_unexplained():

@@ -144,12 +144,12 @@ def test_verdicts_are_those_of_the_sections(tmp_path):
     )
     sections = [
         reproduction.Section(find_experiment("convex")("full"), judged),
-        reproduction.Section(find_experiment("digits")(), problem="It has not been run."),
+        reproduction.Section(find_experiment("digits")(), problem="Not run."),
     ]
     index.write_markdown(sections, tmp_path / "index.md")
     rows = {line.split("`")[1]: line for line in (tmp_path / "index.md").read_text().splitlines() if "| `" in line}
     assert rows["fig:log-reg-sup"].endswith("| convex: of the paper's 2 claims, 1 holds, 1 does not hold. |")
-    assert "digits: it has not been run." in rows["fig:opener-cartoon"]
+    assert "digits: not run." in rows["fig:opener-cartoon"]
     assert "trajectories: not in this report." in rows["fig:opener-cartoon"]
     assert rows["lem:general-LB"].endswith("| Holds. |")
 

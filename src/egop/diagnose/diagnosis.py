@@ -111,7 +111,7 @@ class Diagnosis:
         if (name := self.closest) is None:
             return "Gain: none. AdamW ran alone, see below."
         comparison = self.comparisons[name]
-        who = f"{name} reaches" if name == self.advised else f"none worth switching for. {name}, the closest, reaches"
+        who = f"{name} reaches" if name == self.advised else f"too small to switch. {name}, the closest, reaches"
         if math.isinf(comparison.steps):
             return f"Gain: none. {name}, the closest, did not lower the loss."
         return (

@@ -115,7 +115,7 @@ def find_lr(
         steps: number of steps of the planned training. If unknown, runs take 60 steps, then 150.
         budget: time limit in seconds; runs are shortened to fit, but to no less than 20 steps, then 50.
         seed: seed of the batches and of dropout.
-        rates: learning rates to try, at least two: the result has one rate if only one of them works.
+        rates: learning rates to try. The result has only one if no other lowers the loss.
         progress: print the expected time and show a progress bar.
 
     Raises:

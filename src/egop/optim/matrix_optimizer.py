@@ -51,6 +51,11 @@ class MatrixOptimizer(Optimizer, abc.ABC):
     On a GPU the steps of small networks are recorded as a CUDA graph if the class itself, not a base class, sets
     ``recordable = True``. Its step may then only use tensors (no counters, no random numbers), and permuting the
     columns of a matrix must permute its update in the same way.
+
+    Args:
+        params: weights of two or more dimensions, or parameter groups of them.
+        defaults: the settings: ``lr``, ``weight_decay`` and ``update_rms``; ``momentum`` and ``nesterov`` too, unless
+            the subclass has its own :meth:`compute_directions`.
     """
 
     # Tells egop.ReparameterizedOptimizer that coordinates must be matrices, not vectors.
@@ -259,6 +264,8 @@ def _recorded_settings(groups: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _check_hyperparameters(defaults: Mapping[str, Any]) -> None:
+    if missing := [name for name in ("lr", "weight_decay", "update_rms") if name not in defaults]:
+        raise TypeError(f"The defaults of an egop.optim.MatrixOptimizer must include {', '.join(missing)}.")
     for name, check in _CHECKS.items():
         if name in defaults:
             check(name, defaults[name])

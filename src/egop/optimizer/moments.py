@@ -223,7 +223,8 @@ def _select(changed: Tensor, fresh: Tensor, kept: Tensor) -> Tensor:
 def _describe_unknown(path: str, details: str = "") -> str:
     return (
         f"The optimizer's state has '{path}'{details}, and egop does not know how to rotate it. If it is linear in the "
-        "gradients, like a momentum, register it: egop.optimizer.moments.LINEAR.add(name). Or use moments='reset', as "
-        "in egop.Online(moments='reset'), which resets the state; moments='keep' is right only for state that does not "
+        "gradients, like a momentum, register it: egop.optimizer.moments.LINEAR.add(name); if it is a mean of their "
+        "squares: egop.optimizer.moments.SQUARED.add(name). Or use moments='reset', as in "
+        "egop.Online(moments='reset'), which resets the state; moments='keep' is right only for state that does not "
         "depend on the basis."
     )

@@ -74,8 +74,10 @@ class Refresh(abc.ABC):
 class Refresher(abc.ABC):
     """The running part of a refresh, which renews the basis of one optimizer and counts steps, renewals and failures.
 
-    If a decomposition fails (because its input is not finite, or it does not converge), the old basis is kept and
-    training continues. The first failure causes a warning; later ones are only counted.
+    A subclass defines ``before_step``, ``after_step`` and ``renew``, and counts in ``self.steps`` and
+    ``self.renewals``, which are saved. If a decomposition fails (because its input is not finite, or it does not
+    converge), the old basis is kept and training continues. The first failure causes a warning; later ones are only
+    counted.
     """
 
     refresh: Refresh  # the configuration that created it

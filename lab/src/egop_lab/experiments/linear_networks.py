@@ -177,7 +177,7 @@ class LinearNetworksExperiment(SweepExperiment):
         )
         last = next((epoch for epoch, a, b in reversed(pairs) if a >= b), None)
         finding = f"Lower at {sum(better)} of {len(better)} recorded epochs until both are at the rounding floor"
-        finding += "." if last is None else f", the last time that it is not at epoch {last}."
+        finding += "." if last is None else f"; last not lower at epoch {last}."
         levels = _compare_levels(epochs, *curves)
         differs = () if levels.verdict == judged.verdict else (levels,)
         return replace(judged, finding=finding, alternatives=differs)
@@ -220,7 +220,7 @@ class LinearNetworksExperiment(SweepExperiment):
             to_verdict(bool(rates) and gain > 0 and (part_gain >= _COMPARABLE * gain) == wanted),
             f"Mean over {len(rates)} learning rates: {part_gain:.1f} decades below original coordinates, against "
             f"{gain:.1f} for {KINDS[EGOP]}.",
-            threshold=f"comparable: from {_COMPARABLE:.0%} of it",
+            threshold=f"at least {_COMPARABLE:.0%} of it is comparable",
         )
         other: Verdict = "cannot be judged"
         if one_gain > 0:

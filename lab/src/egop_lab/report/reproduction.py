@@ -81,7 +81,7 @@ def _load_section(kind: type[Experiment], store: Store) -> Section:
             )
         except (LookupError, ValueError) as error:
             missing = missing or replace(section, problem=f"Not all of its runs are there yet ({error}).")
-    return missing or Section(kind(), problem="It has not been run.")
+    return missing or Section(kind(), problem="Not run.")
 
 
 def format_counts(found: Sequence[Section]) -> str:

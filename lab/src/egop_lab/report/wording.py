@@ -73,7 +73,7 @@ def summarize_verdicts(judged: Sequence[Judgement]) -> str:
         some = "all that could be judged hold" if len(own) > unknown else "nothing could be judged"
         parts = [some if unknown else "all hold"]
     parts += [f"{unknown} cannot be judged"] if 0 < unknown < len(own) else []
-    parts += [f"{flipped} decided differently by another criterion"] if flipped else []
+    parts += [f"another criterion reverses {flipped}"] if flipped else []
     line = "; ".join(parts)
     return f"{line[0].upper()}{line[1:]}."
 
@@ -119,7 +119,7 @@ def list_findings(item: Judgement) -> list[str]:
     lines += [f"Our threshold: {item.threshold}."] if item.threshold else []
     lines += [f"Alternative criterion ({other.rule}): {other.verdict}. {other.finding}" for other in item.alternatives]
     cause = find_cause(item)
-    return lines if cause is None else [*lines, f"Which it is: {cause.reason}. {cause.words}"]
+    return lines if cause is None else [*lines, f"Cause: {cause.reason}. {cause.words}"]
 
 
 def merge_unjudged(judged: Iterable[Judgement]) -> list[Judgement]:
