@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
@@ -79,8 +80,9 @@ def find_roles(parameters: Mapping[str, Tensor], module: nn.Module | ModuleIndex
 
     - Norm layers (recognized by class name), vectors, biases and embeddings are not rotated.
     - Output heads are what ``get_output_embeddings()`` of any submodule returns, and linear layers with a usual name
-      (``lm_head``, ``classifier``, ``score``, ...). Otherwise the last linear layer is the head, if it is trainable,
-      comes after all other weights, and no linear layer is tied to an embedding (that one would be the head).
+      (``lm_head``, ``classifier``, ``score``, ...). Otherwise the last linear layer is the head, if it comes after all
+      other weights but those of frozen networks, and no linear layer is tied to an embedding (that one would be the
+      head).
     - The weight of a convolution is a matrix of kernels. In any other module, a tensor with more than two dimensions
       is a stack of matrices, (..., outputs, inputs), such as experts or a position table (1, positions, width).
     - ``Conv1D`` of transformers is stored as (inputs, outputs), and so are experts whose ``gate_up_proj`` and
@@ -153,9 +155,12 @@ def _read_roles(module: nn.Module) -> dict[int, Role]:
 
 def _find_last_layers(weights: list[_Use]) -> list[int]:
     """Return the last weight of a module; after a frozen network, such as a teacher, also that of the rest."""
-    part = weights[-1].path.partition(".")[0]
-    own = [use for use in weights if use.path.partition(".")[0] == part]
-    rest = [use for use in weights if use.path.partition(".")[0] != part]
+    paths = [use.path.split(".") for use in weights]
+    shared = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))  # as in a wrapper
+    depth = len(list(shared))
+    parts = [path[depth : depth + 1] for path in paths]
+    own = [use for use, part in zip(weights, parts, strict=True) if part == parts[-1]]
+    rest = [use for use, part in zip(weights, parts, strict=True) if part != parts[-1]]
     is_frozen_network = len(own) > 1 and rest and not any(use.parameter.requires_grad for use in own)
     return [id(weights[-1].parameter), *(_find_last_layers(rest) if is_frozen_network else [])]
 

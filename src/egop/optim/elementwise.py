@@ -49,7 +49,7 @@ class MatrixStack:
         usual = tuple(range(weight.dim()))
         in_memory = (0, *sorted(usual[1:], key=weight.stride, reverse=True))
         # A rotation of the smaller side must not depend on the memory layout, so that side keeps its order.
-        wide = weight.shape[0] ** 2 <= weight.numel()
+        wide = weight.shape[0] ** 2 < weight.numel()
         free = any_column_order and wide and not last and weight.permute(in_memory).is_contiguous()
         order = in_memory if free else usual
         shape = tuple(weight.shape[dim] for dim in order)

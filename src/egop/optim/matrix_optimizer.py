@@ -37,7 +37,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "iterations": check_positive_int,
 }
 _RECORDABLE = ({("cuda", torch.float32)}, {("cuda", torch.float64)})  # device and precision of all weights
-_MAX_STACKINGS = 16  # sets of weights whose stacks are kept; a network whose weights all have gradients needs one
+_MAX_STACKINGS = 16  # sets of weights of a group whose stacks are kept; one is enough if all weights have gradients
 
 
 class MatrixOptimizer(Optimizer, abc.ABC):
@@ -66,7 +66,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         _check_hyperparameters(defaults)
         # matrices_last: whether a tensor of more than two dimensions is a stack of matrices, as egop's coordinates are.
         super().__init__(params, defaults | {"matrices_last": False})
-        self._reset_graphs()
+        self.reset_graphs()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of weights, each of two or more dimensions."""
@@ -109,7 +109,10 @@ class MatrixOptimizer(Optimizer, abc.ABC):
 
     def step_parts(self, parts: Sequence[Part]) -> None:
         """Step some weights of each group."""
+        graph = self._graph
         stacks = [stack for part in parts for stack in self._form_stacks(*part)]
+        if self._graph is not graph:  # the stacks formed before a reset are not kept
+            stacks = [stack for part in parts for stack in self._form_stacks(*part)]
         self._step_stacks(stacks)
         for stack in stacks:
             stack.gradients, stack.states = [], []  # so that zero_grad() frees the gradients
@@ -149,7 +152,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a loaded state, without its graphs."""
         super().__setstate__(state)
-        self._reset_graphs()
+        self.reset_graphs()
 
     def _form_stacks(
         self,
@@ -163,8 +166,8 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         key = (id(group), *map(id, weights))
         known, indexed = self._stacks.get(key, (None, []))
         if known != layouts:
-            if known is not None or len(self._stacks) == _MAX_STACKINGS:
-                self._reset_graphs()  # they read addresses that the stacks hold
+            if known is not None or sum(first == id(group) for first, *_ in self._stacks) == _MAX_STACKINGS:
+                self.reset_graphs()  # they read addresses that the stacks hold
             by_layout: dict[Any, list[int]] = {}
             for index, layout in enumerate(layouts):
                 by_layout.setdefault((layout, index if is_sharded(weights[index]) else None), []).append(index)
@@ -232,7 +235,7 @@ class MatrixOptimizer(Optimizer, abc.ABC):
             buffer.copy_(value) if isinstance(value, Tensor) else buffer.fill_(value)
         return buffers
 
-    def _reset_graphs(self) -> None:
+    def reset_graphs(self) -> None:
         """Drop all graphs and their buffers, because the tensors of this optimizer may have changed."""
         self._is_recordable = bool(vars(type(self)).get("recordable"))
         self._graph = InPlaceGraph(_step_all, Recorder(branched=True))

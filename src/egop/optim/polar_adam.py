@@ -127,7 +127,8 @@ def orthogonalize(matrices: Tensor, iterations: int, bases: Tensor | None = None
     x = x if x.dim() == 3 else x.reshape(-1, *x.shape[-2:])
     tall = is_tall(x)
     size = min(x.shape[-2:])
-    make_constant = _keep_scaled_identity if x.device.type == "cpu" and size <= _SMALL else _scale_identity
+    is_kept = size <= _SMALL and x.device.type == "cpu" and type(x) is Tensor  # no fake tensor
+    make_constant = _keep_scaled_identity if is_kept else _scale_identity
     constant = make_constant(size, x.dtype, x.device)
     for step in range(iterations):
         gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)  # of the smaller side

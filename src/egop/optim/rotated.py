@@ -23,7 +23,6 @@ from egop.numerics import (
 from egop.optim.elementwise import MatrixStack
 from egop.optim.polar_adam import PolarAdam, is_tall, rotate
 
-_LARGEST = torch.finfo(torch.bfloat16).max
 _ONE = torch.ones((), dtype=torch.float32, device="cpu")  # much faster to add than a number
 
 
@@ -32,7 +31,7 @@ class _Renewal(NamedTuple):
 
     turn: Tensor  # the new basis in the coordinates of the old one
     basis: Tensor
-    version: int  # of the state that it was computed from
+    version: tuple[int, ...]  # of the state that it was computed from
 
 
 _Due = tuple[MatrixStack, list[dict[str, Tensor]]]  # weights of one layout, and the states of those to renew
@@ -58,6 +57,7 @@ class RotatedPolarAdam(PolarAdam):
     """
 
     recordable = True
+    _side_stream: SideStream
 
     def __init__(self, params: Any, lr: float | Tensor = 1e-3, *, every: int = 200, **options: Any) -> None:
         check_positive_int("every", every)
@@ -111,7 +111,8 @@ class RotatedPolarAdam(PolarAdam):
             means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
             new_means = _rotate(stack.stack(means), turns)
             # A mean of squares may have overflowed, and infinity times zero is not a number.
-            new_squares = _rotate(stack.stack(squares).clamp_max_(_LARGEST), turns.square())
+            largest = torch.finfo(torch.bfloat16 if turns.dtype is torch.float32 else turns.dtype).max
+            new_squares = _rotate(stack.stack(squares).clamp_max_(largest), turns.square())
             # All at once, so that an interrupt leaves no state half renewed.
             stack.unstack(new_means, means)
             stack.unstack(new_squares, squares)
@@ -144,8 +145,11 @@ class RotatedPolarAdam(PolarAdam):
             stack.bases = bases[0].new_empty(len(bases), *bases[0].shape, dtype=dtype)
         copy_all(stack.bases.unbind(), bases)
 
-    def _reset_graphs(self) -> None:
-        super()._reset_graphs()
+    def reset_graphs(self) -> None:
+        """Drop all graphs, and the bases that were computed ahead."""
+        if "_side_stream" in vars(self):
+            self._side_stream.join()  # it may still read what is dropped
+        super().reset_graphs()
         self._renewal = GraphedFunction(renew, Recorder())
         self._side_stream = SideStream()
         self._ahead: dict[Tensor, _Renewal] = {}  # by momentum
@@ -224,8 +228,8 @@ def _is_current(renewal: _Renewal | None, state: Mapping[str, Tensor]) -> bool:
     return renewal is not None and renewal.version == _version(state)
 
 
-def _version(state: Mapping[str, Tensor]) -> int:
-    return state["exp_avg"]._version + state["basis"]._version
+def _version(state: Mapping[str, Tensor]) -> tuple[int, ...]:
+    return state["exp_avg"]._version, state["basis"]._version, id(state["basis"])
 
 
 def _is_fast_in_bfloat16(tensor: Tensor) -> bool:

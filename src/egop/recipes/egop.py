@@ -75,6 +75,8 @@ class EGOP(Optimizer):
     """
 
     has_own_basis = True  # so that egop.ReparameterizedOptimizer refuses to run it in another one
+    _engine: PolarAdam
+    _bound: dict[str, Tensor]  # the parameters that the state belongs to
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class EGOP(Optimizer):
     def metrics(self) -> dict[str, float]:
         """Return numbers to log, such as to TensorBoard: means over all weight matrices, or the largest value.
 
-        - ``relative_update``: norm of an update over the norm of the weight.
+        - ``relative_update``: norm of an update of full size over the norm of the weight.
         - ``stable_rank``: of the momentum, relative to the smaller side of the weight; 1 if all directions are equally
           strong.
         - ``off_diagonal``: share of the momentum's Gram matrix off its diagonal in the basis; 0 in the eigenbasis.
@@ -172,14 +174,21 @@ class EGOP(Optimizer):
             raise ValueError("rotate applies to all weights. To leave those of a group to AdamW, name them in exclude.")
         if "exclude" in param_group:
             raise ValueError("exclude applies to all weights: pass it to egop.EGOP, not in a parameter group.")
-        if param_group.get("foreach", self.defaults["foreach"]) and param_group.get("fused", self.defaults["fused"]):
+        settings = self.defaults | param_group
+        if settings["foreach"] and settings["fused"]:
             raise ValueError("foreach=True and fused=True exclude each other. Use one of them.")
-        _make_engine(self.defaults | param_group)  # checks the settings
+        if settings["foreach"] and isinstance(settings["lr"], Tensor):
+            raise ValueError("foreach=True does not support a tensor as lr. Use a number, or foreach=None.")
+        _make_engine(settings)  # checks them
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._choice.add(dict(zip(group["param_names"], group["params"], strict=True)), self._index)
         if self._is_built:
             self._choice.check(self._index, group["param_names"])
+            # Names of parameters that were removed may be those of new ones, which do not inherit their state.
+            names = {name for name, _ in self._named_parameters()}.difference(group["param_names"])
+            self._bound = {name: parameter for name, parameter in self._bound.items() if name in names}
+            self._engine.reset_graphs()  # its stacks hold removed parameters
 
     @outside_inference_mode
     @torch.no_grad()
@@ -189,6 +198,10 @@ class EGOP(Optimizer):
         Args:
             closure: evaluates the model again and returns the loss.
         """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "Call optimizer.step() outside the CUDA graph: its learning rate and rotations would never change."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -196,10 +209,10 @@ class EGOP(Optimizer):
         with without_autocast():
             is_first, bound, layouts, known = not self.state, self._bound, self._layouts, self._choice.matrices
             matrices: dict[_Kind, tuple[list[Tensor], list[Tensor]]] = {}
+            others: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.param_groups]
             for index, group in enumerate(self.param_groups):
-                others: tuple[list[Tensor], list[Tensor]] = ([], [])
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                    layout = parameter.dtype, parameter.device
+                    layout = parameter.shape, parameter.dtype, parameter.device
                     if bound.get(name) is not parameter or layouts[name] != layout:
                         self._bind(name, parameter)
                     gradient = parameter.grad
@@ -208,15 +221,17 @@ class EGOP(Optimizer):
                     if gradient.layout is not torch.strided:
                         raise TypeError("egop.EGOP does not support sparse gradients: use sparse=False in embeddings.")
                     matrix = known.get(name)
-                    own = others if matrix is None else matrices.setdefault((index, matrix), ([], []))
+                    own = others[index] if matrix is None else matrices.setdefault((index, matrix), ([], []))
                     own[0].append(parameter)
                     own[1].append(gradient)
-                self._step_adamw(group, *others)
+            for group, outside in zip(self.param_groups, others, strict=True):
+                self._step_adamw(group, *outside)
             self._step_matrices(matrices)
             if is_first and all(float(group["lr"]) == 0 for group in self.param_groups):
                 self._forget_empty_step()
         return loss
 
+    @outside_inference_mode
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of an optimizer with the same parameters and the same ``rotate``.
 
@@ -229,13 +244,23 @@ class EGOP(Optimizer):
             check_state_dict(given, self.param_groups, _make_engine, self._expect_shapes)
             loaded.update(given)
 
-        handle = self.register_load_state_dict_pre_hook(check)  # after the user's hooks, which may replace it
+        # Between the user's hooks: those before may replace the state dict, those after may change the state.
+        handles = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(lambda _: self._copy_state(loaded), prepend=True),
+        ]
         try:
             super().load_state_dict(dict(state_dict) if isinstance(state_dict, Mapping) else {})
         finally:
-            handle.remove()
-        # torch casts the state to the parameter's dtype, and keeps the given tensors where nothing is cast. But weights
-        # in half precision have float32 state, and several optimizers may load one state dict.
+            for handle in handles:
+                handle.remove()
+
+    def _copy_state(self, loaded: Mapping[str, Any]) -> None:
+        """Take over the state of a state dict as it is.
+
+        torch casts the state to the parameter's dtype, and keeps the given tensors where nothing is cast. But weights
+        in half precision have float32 state, and several optimizers may load one state dict.
+        """
         saved = [key for group in loaded["param_groups"] for key in group["params"]]
         for key, (name, parameter) in zip(saved, self._named_parameters(), strict=True):
             if key not in loaded["state"]:
@@ -276,24 +301,27 @@ class EGOP(Optimizer):
         return [pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
 
     def _reset_engine(self) -> None:
+        if "_engine" in vars(self):
+            self._engine.reset_graphs()  # waits for the GPU
         self._engine = _make_engine(self.defaults)
-        # The parameters that the state belongs to, and their layouts.
         self._bound = dict(self._named_parameters()) if self._is_built else {}
-        self._layouts = {name: (each.dtype, each.device) for name, each in self._bound.items()}
+        self._layouts = {name: (each.shape, each.dtype, each.device) for name, each in self._bound.items()}
         self._settings: dict[_Kind, dict[str, Any]] = {}  # the engine's
 
     def _bind(self, name: str, parameter: Tensor) -> None:
         """Move the state of a parameter to the one that has taken its place, and follow casts and moves."""
         before = self._bound.get(name)
-        if before is not None and before in self.state and parameter not in self.state:
-            if before.shape != parameter.shape:
-                raise ValueError(
-                    f"Parameter '{name}' of shape {tuple(before.shape)} was replaced by one of shape "
-                    f"{tuple(parameter.shape)}, which its state does not fit. Create a new optimizer."
-                )
-            self.state[parameter] = self.state.pop(before)
-            self._engine = _make_engine(self.defaults)  # the old one holds the parameter that was replaced
-        self._bound[name], self._layouts[name] = parameter, (parameter.dtype, parameter.device)
+        owner = before if before is not None and before in self.state and parameter not in self.state else parameter
+        shape = self.state.get(owner, {}).get("exp_avg", parameter).shape
+        if shape != parameter.shape:
+            raise ValueError(
+                f"Parameter '{name}' of shape {tuple(shape)} was replaced by one of shape {tuple(parameter.shape)}, "
+                "which its state does not fit. Create a new optimizer."
+            )
+        if owner is not parameter:
+            self.state[parameter] = self.state.pop(owner)
+            self._engine.reset_graphs()  # its stacks hold the parameter that was replaced
+        self._bound[name], self._layouts[name] = parameter, (parameter.shape, parameter.dtype, parameter.device)
         if parameter in self.state:
             self._cast_state(parameter, is_matrix=name in self._choice.matrices)
 
@@ -306,7 +334,7 @@ class EGOP(Optimizer):
         for entry, value in state.items():
             if entry != "step" and (value.dtype, value.device) != (dtype, parameter.device):
                 state[entry] = value.to(parameter.device, dtype)
-                self._engine = _make_engine(self.defaults)  # the old one holds stacks of the old state
+                self._engine.reset_graphs()  # its stacks hold the old state
 
     def _forget_empty_step(self) -> None:
         """Reset the counters after a first step without a learning rate and gradients.
@@ -314,7 +342,8 @@ class EGOP(Optimizer):
         torch's checkpoint functions take such a step to create the state that they are about to read or load.
         """
         states = list(self.state.values())
-        if not any(bool(to_local(state["exp_avg"]).any()) for state in states):
+        # Of whole moments, so that all processes agree.
+        if not any(bool(to_full(state["exp_avg"]).any()) for state in states):
             for state in states:
                 if "step" in state:
                     state["step"].zero_()
