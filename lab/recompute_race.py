@@ -1,8 +1,8 @@
-"""Recompute the first screen of the results without the lab: ``python lab/recompute_race.py docs/records/race.jsonl``.
+"""Recompute the first screen of the results without the lab: ``python lab/recompute_race.py docs/records``.
 
 Prints a line for every task and method with the mean test loss and half the width of its 95 % interval; and for every
-task what the rotation adds, when EGOP reaches AdamW's final loss, and how many times the steps AdamW needs to end where
-EGOP ends.
+task what the rotation adds, when EGOP reaches the final loss of others, how many times the steps AdamW needs to end
+where EGOP ends, how the best learning rates compare, and what a step takes as a multiple of AdamW's.
 """
 
 import json
@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365}  # 97.5 % quantiles by degrees of freedom
-EGOP, ADAMW, UNROTATED = "EGOP", "AdamW", "PolarAdam"
+EGOP, ADAMW, UNROTATED, RANDOM = "EGOP", "AdamW", "PolarAdam", "EGOP, random rotation"
 # For each task: steps, steps of its tuning runs, tuning seeds, final seeds.
 TASKS = {
     "gpt-4x144-400": (400, 400, 3, 5),
@@ -26,7 +26,11 @@ TASKS = {
 }
 
 tuning, final = defaultdict(dict), defaultdict(dict)
-for run in map(json.loads, Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()):
+times = {}
+for line in Path(sys.argv[1], "race-times.jsonl").read_text(encoding="utf-8").splitlines():
+    record = json.loads(line)
+    times[record["task"], record["network"], record["method"]] = record["step seconds"]
+for run in map(json.loads, Path(sys.argv[1], "race.jsonl").read_text(encoding="utf-8").splitlines()):
     place = run["task"], run["method"], run["steps"]
     settings = run["rate"], run["beta"], run["warmup"], run["clip"]
     group = tuning if run["seed"] >= 10_000 else final
@@ -36,10 +40,11 @@ for run in map(json.loads, Path(sys.argv[1]).read_text(encoding="utf-8").splitli
 def find_runs(task, method, steps, tuning_steps, seeds):
     """Return the final runs, by seed, at the settings with the lowest median validation loss of the tuning seeds.
 
-    Where tuning runs are shorter, AdamW is tuned again by full-length runs with seed 0. Without a rotation, the
-    settings are EGOP's but for one task.
+    Where tuning runs are shorter, AdamW is tuned again by full-length runs with seed 0. In a random rotation, the
+    settings are EGOP's, and without a rotation too, but for one task.
     """
-    place = task, EGOP if method == UNROTATED and task != "gpt-6x384-400" else method, tuning_steps
+    is_control = method == RANDOM or (method == UNROTATED and task != "gpt-6x384-400")
+    place = task, EGOP if is_control else method, tuning_steps
     tried = {each: found for each, found in tuning[place].items() if len(found) == seeds}
     if method == ADAMW and tuning_steps < steps:
         tried = {each: {0: found[0]} for each, found in final[task, method, steps].items() if 0 in found}
@@ -70,6 +75,13 @@ def cross(curve, loss):
     return math.inf
 
 
+def ratio_of_times(task, network, method, base):
+    """Return the median over the rounds of the time of a step over that of another method."""
+    return statistics.median(
+        one / other for one, other in zip(times[task, network, method], times[task, network, base], strict=True)
+    )
+
+
 for task, (steps, tuning_steps, tuning_seeds, seeds) in TASKS.items():
     found = {}
     for method in sorted({method for name, method, _ in final if name == task}):
@@ -80,14 +92,29 @@ for task, (steps, tuning_steps, tuning_seeds, seeds) in TASKS.items():
     ours, base, adamw = found[EGOP], found[UNROTATED], found[ADAMW]
     gains = [read(run) - read(base[seed]) for seed, run in ours.items() if seed in base]
     print(f"{task}, rotation: {summarize(gains, '+')}")
-    parts = [
-        100 * cross(ours[seed]["curve"], run["curve"][-1][1]) / steps for seed, run in adamw.items() if seed in ours
-    ]
-    print(f"{task}, reached after: {statistics.fmean(parts):.0f} % ({min(parts):.0f} to {max(parts):.0f} %)")
-    goal, points = statistics.fmean(map(read, ours.values())), [(1, statistics.fmean(map(read, adamw.values())))]
+    for name in (ADAMW, "Muon", UNROTATED):
+        goals = {seed: run["curve"][-1][1] for seed, run in found[name].items() if seed in ours}
+        parts = [100 * cross(ours[seed]["curve"], goal) / steps for seed, goal in goals.items()]
+        span = f"({min(parts):.0f} to {max(parts):.0f} %{f'; {len(parts)} seeds' if len(parts) < seeds else ''})"
+        missed = sum(map(math.isinf, parts))
+        known = f"{statistics.fmean(parts):.0f} % {span}"
+        print(f"{task}, {name} reached: {f'never with {missed} of {len(parts)} seeds' if missed else known}")
+        if (task, "CUDA graph", name) in times and not missed:
+            part = statistics.fmean(parts) * ratio_of_times(task, "CUDA graph", EGOP, name)
+            print(f"{task}, {name} reached in time: {part:.0f} %")
+    ends = {name: statistics.fmean(map(read, runs.values())) for name, runs in found.items()}
+    goal, points = ends[EGOP], [(1, ends[ADAMW])]
+    print(f"{task}, gain without rotation: {100 * (ends[ADAMW] - ends[UNROTATED]) / (ends[ADAMW] - goal):.0f} %")
+    rates = [next(iter(runs.values()))["lr"] for runs in (ours, adamw)]
+    print(f"{task}, rate over AdamW's: {rates[0] / rates[1]:.2g}")
+    for network in ("CUDA graph", "eager"):
+        if (task, network, EGOP) in times:
+            print(f"{task}, {network}: {ratio_of_times(task, network, EGOP, ADAMW):.2f}")
     for length in sorted({length for name, method, length in final if (name, method) == (task, ADAMW)} - {steps}):
         if longer := find_runs(task, ADAMW, length, length, tuning_seeds):
             points.append((length / steps, statistics.fmean(map(read, longer.values()))))
     for (short, high), (long, low) in pairwise(points):
         if low <= goal <= high:
             print(f"{task}, AdamW needs: {short + (high - goal) / (high - low) * (long - short):.2g}×")
+    if len(points) > 1 and points[-1][1] > goal:
+        print(f"{task}, AdamW needs: > {points[-1][0]:g}×")

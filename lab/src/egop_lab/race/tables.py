@@ -99,14 +99,14 @@ def steps_needed(means: Mapping[float, float], loss: float) -> str:
     return f"> {lengths[-1]:g}×"
 
 
-def format_losses(task: Task, losses: Mapping[int, float]) -> str:
+def format_losses(task: Task, losses: Mapping[int, float], digits: int = 3) -> str:
     """Format the mean with its 95 % interval, and the number of seeds if some are missing."""
     if not losses:
         return _MISSING
     mean, half = interval(list(losses.values()))
     if len(losses) == 1:
-        return f"{mean:.3f} (1 seed)"
-    return f"{mean:.3f} ± {half:.3f}" + (f" ({len(losses)} seeds)" if len(losses) < task.seeds else "")
+        return f"{mean:.{digits}f} (1 seed)"
+    return f"{mean:.{digits}f} ± {half:.{digits}f}" + (f" ({len(losses)} seeds)" if len(losses) < task.seeds else "")
 
 
 def format_difference(task: Task, losses: Mapping[int, float], others: Mapping[int, float]) -> str:
@@ -199,21 +199,46 @@ def make_longer_table(records: Records, times: Times) -> list[list[str]]:
 
 
 def make_reach_table(records: Records, times: Times) -> list[list[str]]:
-    """Return when EGOP reaches AdamW's final loss during a run, as parts of AdamW's steps and of its time."""
-    rows = [["reached after", "of the steps", "of the time"]]
+    """Return when EGOP reaches the final loss of others during a run, as parts of their steps and of their time."""
+    rivals = {"AdamW": "AdamW's", "Muon": "Muon's", "PolarAdam": "that of `rotate=False`"}
+    rows = [["final loss reached", *(cell for name in rivals.values() for cell in (f"{name}: after", "of the time"))]]
     losses = read_losses(records.values())
     for task in _list_tasks(records):
-        choices = [choose_run(task, method, losses) for method in ("AdamW", "EGOP")]
-        pairs = zip(*(final_runs(task, choice) for choice in choices if choice), strict=True)
-        curves = [[records[run]["curve"] for run in pair] for pair in pairs if all(run in records for run in pair)]
-        parts = [find_crossing(ours, theirs[-1][1]) / task.steps for theirs, ours in curves]
         network = "compiled" if task.compiled else "CUDA graph"
-        base, own = (times.get((task.name, network, method)) for method in ("AdamW", "EGOP"))
-        mean = statistics.fmean(parts)
-        time = f"{100 * mean * statistics.median(_divide(own, base)):.0f} %" if base and own else _MISSING
-        span = f" ({100 * min(parts):.0f} to {100 * max(parts):.0f} %)" if len(parts) > 1 else " (1 seed)"
-        rows.append([TITLES[task.name], f"{100 * mean:.0f} %{span}", time])
+        cells: list[str] = []
+        for rival in rivals:
+            choices = [choose_run(task, method, losses) for method in (rival, "EGOP")]
+            pairs = zip(*(final_runs(task, choice) for choice in choices if choice), strict=True)
+            curves = [[records[run]["curve"] for run in pair] for pair in pairs if all(run in records for run in pair)]
+            parts = [find_crossing(ours, theirs[-1][1]) / task.steps for theirs, ours in curves]
+            base, own = (times.get((task.name, network, method)) for method in (rival, "EGOP"))
+            ratio = statistics.median(_divide(own, base)) if base and own else math.nan
+            cells += format_parts(task, parts, ratio)
+        rows.append([TITLES[task.name], *cells])
     return rows
+
+
+def format_parts(task: Task, parts: Sequence[float], ratio: float) -> tuple[str, str]:
+    """Format after which parts of the steps, by seed, a loss is reached; and the same as a part of the time."""
+    if not parts:
+        return _MISSING, _MISSING
+    if missed := sum(map(math.isinf, parts)):
+        return f"never with {missed} of {len(parts)} seeds", _MISSING
+    mean = 100 * statistics.fmean(parts)
+    fewer = f"; {len(parts)} seeds" if len(parts) < task.seeds else ""
+    time = _MISSING if math.isnan(ratio) else f"{mean * ratio:.0f} %"
+    return f"{mean:.0f} % ({100 * min(parts):.0f} to {100 * max(parts):.0f} %{fewer})", time
+
+
+def make_accuracy_table(records: Records, times: Times) -> list[list[str]]:
+    """Return the test accuracy of each method on images, in percent."""
+    rows = [["test accuracy, %", *METHODS]]
+    for task in _list_tasks(records):
+        if task.data == "imagenette":
+            found = [final_losses(records, task, method, "test accuracy") for method in METHODS]
+            percent = [{seed: 100 * value for seed, value in some.items()} for some in found]
+            rows.append([TITLES[task.name], *(format_losses(task, some, digits=1) for some in percent)])
+    return _drop_empty_columns(rows)
 
 
 def find_crossing(curve: Sequence[Sequence[float]], loss: float) -> float:
@@ -246,6 +271,7 @@ TABLES: Mapping[str, Callable[[Records, Times], list[list[str]]]] = {
     "growth": make_growth_table,
     "longer": make_longer_table,
     "reach": make_reach_table,
+    "accuracy": make_accuracy_table,
     "times": make_times_table,
 }
 
@@ -289,12 +315,8 @@ def _divide(seconds: Sequence[float], base: Sequence[float]) -> list[float]:
 
 
 def _drop_empty_columns(rows: list[list[str]]) -> list[list[str]]:
-    """Drop the columns of methods that no task has, apart from EGOP's."""
-    kept = [
-        index
-        for index, name in enumerate(rows[0])
-        if index < 2 or index == len(rows[0]) - 1 or any(row[index] != _MISSING for row in rows[1:])
-    ]
+    """Drop the columns of methods that no task has."""
+    kept = [index for index, cells in enumerate(zip(*rows, strict=True)) if set(cells[1:]) != {_MISSING}]
     return [[row[index] for index in kept] for row in rows]
 
 
