@@ -109,7 +109,7 @@ REFUSED = {
         lambda: told(block=read_about(own()["state"][0])["block"] | {"structure": "Fancy"}),
         "Unknown structure 'Fancy'. This version of egop knows .*Identity",
     ),
-    "not a dict": (lambda: [1, 2], r"must be a dict as optimizer\.state_dict\(\) gives it, got \[1, 2\]"),
+    "not a dict": (lambda: [1, 2], r"must be what optimizer\.state_dict\(\) returns, got \[1, 2\]"),
     "empty": (dict, rf"{DAMAGED}\. KeyError: 'state'"),
     "without state": (lambda: without("state"), rf"{DAMAGED}\. KeyError: 'state'"),
     "without groups": (lambda: without("param_groups"), rf"{DAMAGED}\. KeyError: 'param_groups'"),

@@ -49,5 +49,5 @@ def test_every_failing_claim_of_the_records_has_a_cause_and_no_cause_is_left_ove
 def test_the_report_has_a_page_of_them(tmp_path):
     section = reproduction.Section(find_experiment("convex")("full"), (judge("convex/logistic-Adam-unchanged"),))
     reproduction.write_markdown([section], tmp_path / "r.md")
-    assert "[Why claims fail](r/failures.md): 1 finding, strict rule (1)." in (tmp_path / "r.md").read_text()
+    assert "[Why claims fail](r/failures.md): 1 cause: strict rule (1)." in (tmp_path / "r.md").read_text()
     assert "| strict rule | convex/logistic-Adam-unchanged (Measured) |" in (tmp_path / "r/failures.md").read_text()

@@ -234,7 +234,7 @@ def test_what_the_paper_has_is_named_of_settings_that_there_are(id):
 def test_the_quick_preset_is_explained_only_where_a_section_has_it(tmp_path):
     for preset, said in (("full", 0), ("quick", 1)):
         reproduction.write_markdown([section(judged("a"), preset=preset)], tmp_path / "r.md")
-        assert (tmp_path / "r.md").read_text().count("ran at small sizes") == said
+        assert (tmp_path / "r.md").read_text().count("small sizes and few trials") == said
 
 
 def test_one_run_in_one_thread_is_said_so(tmp_path, monkeypatch):

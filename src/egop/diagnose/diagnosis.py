@@ -22,7 +22,7 @@ from egop.refresh import Online
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A candidate is advised if it reaches the same loss in at most this fraction of AdamW's time.
+# A candidate is recommended if it reaches the same loss in at most this fraction of AdamW's time.
 WORTH = 0.95
 ADAMW = "AdamW"
 _HEADER = ("candidate", "learning rate", "loss", "steps", "step time", "time")
@@ -54,7 +54,7 @@ class Diagnosis:
 
     @property
     def closest(self) -> str | None:
-        """Name of the candidate besides AdamW that needs the least time to the same loss; None if AdamW ran alone."""
+        """Name of the candidate besides AdamW that reaches the same loss soonest; None if AdamW ran alone."""
         others = {name: each for name, each in self.comparisons.items() if name != ADAMW}
         return min(others, key=lambda name: others[name].time, default=None)
 
@@ -174,9 +174,9 @@ def diagnose(
 
     The candidates are AdamW, :class:`egop.EGOP` with and without its rotation, and AdamW with :class:`egop.Online`. For
     each one, runs of 8 % of the planned training search for the best learning rate, and runs of 20 % repeat the best
-    two rates. All runs have warm-up and decay. A candidate is advised if it reaches the same loss in less time.
-    The model, its gradients and the random state are left unchanged, even after Ctrl-C, which returns the results so
-    far.
+    two rates. All runs have warm-up and decay. A candidate is recommended if it reaches the same loss in at most
+    95 % of AdamW's time. The model, its gradients and the random state are left unchanged, even after Ctrl-C, which
+    returns the results so far.
 
     Copies train in the mode that the model is in: call ``model.train()`` first.
 

@@ -71,9 +71,9 @@ def estimate(
             to name patterns. The first three leave out biases and norm layers.
         structure: how a block's basis is built: one structure for all blocks, a mapping of block-name patterns to
             structures (the first match counts; blocks without a match stay in original coordinates), or ``"auto"``:
-            ``Shared``, and ``Full`` for parameters without rows, printed as a table. ``"auto"`` leaves embeddings,
+            ``Shared``, or ``Full`` for parameters without rows. ``"auto"`` leaves embeddings,
             output heads and very wide layers in original coordinates.
-        samples: the number M of points; by default, as many as the structures ask for.
+        samples: the number M of points; by default, as many as the structures need.
         memory: memory limit for all bases together.
         generator: the source of all randomness; by default one with seed 0.
         progress: show a progress bar.

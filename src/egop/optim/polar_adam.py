@@ -31,8 +31,8 @@ class PolarAdam(MatrixOptimizer):
     Args:
         params: weights of two or more dimensions, or parameter groups of them.
         lr: learning rate; about twice AdamW's best rate works in networks with normalization layers.
-        betas: decay of the running means of the gradients and of their squares.
-        eps: added to the root of the mean square.
+        betas: decay rates of the running means of the gradients and of their squares.
+        eps: added to the denominator.
         nesterov: use Nesterov momentum.
         iterations: number of Newton-Schulz steps.
         weight_decay: decoupled weight decay, as in AdamW.

@@ -46,10 +46,10 @@ class Rebasable(Protocol):
         """Give a basis to parameters outside every block."""
 
     def check_lookahead(self) -> None:
-        """Raise an error if the inner optimizer does not support :meth:`lookahead`."""
+        """Raise an error if the base optimizer does not support :meth:`lookahead`."""
 
     def lookahead(self, stack: Stack) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the momentum of this step and what the inner optimizer maps it to; for :meth:`Refresher.observe`."""
+        """Return the momentum of this step and what the base optimizer maps it to; for :meth:`Refresher.observe`."""
 
     def rebase_stack(self, stack: Stack, members: slice, tensors: Mapping[str, Tensor], moments: Moments) -> None:
         """Continue in other bases for some blocks of one stack."""
@@ -102,7 +102,7 @@ class Refresher(abc.ABC):
 
     @abc.abstractmethod
     def after_step(self, optimizer: Rebasable) -> None:
-        """Finish a step. Called after the inner optimizer has stepped."""
+        """Finish a step. Called after the base optimizer has stepped."""
 
     def wait_for_refresh(self, optimizer: Rebasable) -> None:  # noqa: B027 - optional
         """Install bases that are still being computed. Called before anyone reads or changes the bases."""

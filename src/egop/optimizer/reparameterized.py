@@ -26,12 +26,12 @@ from egop.optimizer.state import ExportedState, RestoredParts, parse_state_dict,
 class ReparameterizedOptimizer(Optimizer):
     r"""An optimizer run on :math:`f \circ V`, while the model keeps its own parameters.
 
-    Every step encodes the gradients (:math:`V^\top g`), steps the inner optimizer in coordinates and writes the decoded
-    coordinates (:math:`V \tilde\theta`) back: exactly the inner optimizer on the reparameterized objective.
+    Every step encodes the gradients (:math:`V^\top g`), steps the base optimizer in coordinates and writes the decoded
+    coordinates (:math:`V \tilde\theta`) back: exactly the base optimizer on the reparameterized objective.
 
     The ``param_groups`` hold the model's own parameters and own the hyper-parameters, so schedulers, gradient clipping,
     ``GradScaler`` and hooks work as with any optimizer. Parameters outside every block are stepped unrotated.
-    Parameters in half precision have float32 coordinates, which serve as master weights.
+    Rotated parameters in half precision have float32 coordinates, which serve as master weights.
 
     If a parameter is changed between steps (loaded, averaged or clipped), its version counter shows this and the
     parameter is encoded again. Writes through ``parameter.data`` bypass that counter. They are noticed on the CPU,
@@ -79,7 +79,7 @@ class ReparameterizedOptimizer(Optimizer):
         if getattr(optimizer_class, "has_own_basis", False):
             name = optimizer_class.__name__
             raise TypeError(
-                f"{name} runs an optimizer in a basis itself, so it cannot be the inner optimizer. Call it with the "
+                f"{name} runs an optimizer in a basis itself, so it cannot be the base optimizer. Call it with the "
                 f"model: egop.{name}(model, ...)."
             )
         groups = name_groups(params, model=model)
@@ -126,9 +126,9 @@ class ReparameterizedOptimizer(Optimizer):
     @property  # type: ignore[override]
     @outside_inference_mode
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """The state of each parameter: inner optimizer state, refresh state, coordinates and basis.
+        """The state of each parameter: base optimizer state, refresh state, coordinates and basis.
 
-        Its tensors are the optimizer's own. New values for the inner optimizer's entries take effect at the next step.
+        Its tensors are the optimizer's own. New values for the base optimizer's entries take effect at the next step.
         Use :meth:`rebase` to change a basis, and write to the parameter itself to move it. Read the state again after a
         step.
         """
@@ -171,12 +171,12 @@ class ReparameterizedOptimizer(Optimizer):
 
     @property
     def plan(self) -> Plan:
-        """The weights that are rotated (before the first step: will be rotated), their structures, and the reasons."""
+        """The weights that are or will be rotated, their structures, and why others are not."""
         return display.make_plan(self._engine)
 
     def __repr__(self) -> str:
         name = type(self).__name__
-        return display.format_line(name, self._engine) if self._engine.is_built else f"{name}(not made yet)"
+        return display.format_line(name, self._engine) if self._engine.is_built else f"{name}(not initialized)"
 
     @outside_inference_mode
     def __str__(self) -> str:
@@ -222,7 +222,7 @@ class ReparameterizedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step of the inner optimizer in coordinates.
+        """Take one step of the base optimizer in coordinates.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -244,7 +244,7 @@ class ReparameterizedOptimizer(Optimizer):
         Args:
             basis: new changes of basis for some or all of the blocks. A basis with other blocks, or blocks of another
                 kind, replaces all of them; it needs ``moments="reset"`` once steps have been taken.
-            moments: ``"rotate"`` moves the inner optimizer's state to the new coordinates: vectors (momentum) and
+            moments: ``"rotate"`` moves the base optimizer's state to the new coordinates: vectors (momentum) and
                 points (averages of weights) exactly, squared moments by the squared rotation; unknown state is an
                 error. ``"keep"`` moves points only, ``"reset"`` resets the state. See :mod:`egop.optimizer.moments`.
         """
@@ -294,7 +294,7 @@ class ReparameterizedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a state dict, including its bases. If it does not fit, raise ValueError and change nothing."""
         if not isinstance(state_dict, Mapping):
-            raise ValueError(f"A state dict must be a dict as optimizer.state_dict() gives it, got {state_dict!r:.80}.")
+            raise ValueError(f"A state dict must be what optimizer.state_dict() returns, got {state_dict!r:.80}.")
         self._engine.wait_for_refresh()
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():

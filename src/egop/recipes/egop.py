@@ -35,8 +35,8 @@ class EGOP(Optimizer):
     """PolarAdam in an eigenbasis of the momentum for weight matrices, and AdamW for everything else.
 
     Use it in place of AdamW, with the same weight decay. The update of a weight matrix has a root mean square of
-    lr · 0.4 · √max(1, outputs / inputs) if the model has normalization layers, and of half that otherwise, so AdamW's
-    best learning rate, or 0.008 if that is lower, is a good starting point. It is less where gradients have vanished.
+    lr · 0.4 · √max(1, outputs / inputs) if the model has normalization layers, and of half that otherwise, so that
+    AdamW's best learning rate is a good starting point. Updates are smaller where gradients have vanished.
 
     Weights of linear layers, convolutions, attention and experts are updated by :class:`egop.optim.PolarAdam` in
     coordinates that follow their momentum: the smaller side of each weight is rotated to its principal axes. The
@@ -49,8 +49,8 @@ class EGOP(Optimizer):
     Args:
         params: a module; or ``model.named_parameters()`` or parameter groups, together with ``model``.
         lr: learning rate. Start with AdamW's, or 0.008 if that is lower, and then try half and twice that.
-        betas: decay of the running means of gradients and of their squares, for all parameters.
-        eps: added to the root of the mean square.
+        betas: decay rates of the running means of gradients and of their squares, for all parameters.
+        eps: added to the denominator.
         weight_decay: decoupled weight decay for all parameters. To exclude norms and biases, put them in a group of
             their own.
         rotate: set to False to run the same base optimizer on the same weights without a rotation.
@@ -129,9 +129,9 @@ class EGOP(Optimizer):
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """Return numbers to log, such as to TensorBoard: means over all weight matrices, or the largest value.
+        """Return numbers to log, for instance to TensorBoard: means, maxima or counts over all weight matrices.
 
-        - ``relative_update``: norm of an update of full size over the norm of the weight.
+        - ``relative_update``: norm of an update, unless gradients have vanished, over the norm of the weight.
         - ``stable_rank``: of the momentum, relative to the smaller side of the weight; 1 if all directions are equally
           strong.
         - ``off_diagonal``: share of the momentum's Gram matrix off its diagonal in the basis; 0 in the eigenbasis.
@@ -141,7 +141,7 @@ class EGOP(Optimizer):
           its squares overflow. The basis stays as it is.
         - ``nonfinite``: number of weights whose momentum is not finite.
 
-        The GPU has to finish its work for this, so do not call it in every step.
+        This waits for the GPU, so do not call it in every step.
         """
         found: dict[str, list[float]] = {}
         for group in self.param_groups:

@@ -36,7 +36,7 @@ class Every(Refresh):
         partition: which parameters form a block, if the optimizer has no basis to start with.
         structure: the structure of the blocks, if the optimizer has no basis to start with.
         memory: memory limit for all bases together, if the optimizer has no basis to start with.
-        moments: what happens to the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
+        moments: what happens to the base optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
         seed: seed for sampling; each renewal combines it with its own index.
         progress: whether to show a progress bar while sampling.
 

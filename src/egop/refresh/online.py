@@ -50,12 +50,12 @@ class Online(Refresh):
         decay: decay of the running means.
         structure: used if the optimizer has no basis to start with. A structure (``Kronecker``, ``Shared`` or
             ``Full``), a mapping from name patterns to structures, or ``"auto"``: for each weight ``Kronecker`` or
-            ``Shared``, whichever is the richest that fits. ``"auto"`` skips embeddings, output heads and very wide
+            ``Shared``, the richer one that fits. ``"auto"`` skips embeddings, output heads and very wide
             layers; ``optimizer.refresher.unrotated`` lists them with the reason. A single structure applies to all
             weights, but skips these too if ``outside=`` is given; ``{"*": structure}`` always applies to all.
         partition: which parameters form a block, if the optimizer has no basis to start with.
         memory: memory limit for all bases together, if the optimizer has no basis to start with.
-        moments: what happens to the inner optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
+        moments: what happens to the base optimizer's moments: ``"rotate"``, ``"keep"`` or ``"reset"``.
         spread: renew the blocks in turn, each once in ``every`` steps, so that all steps take about the same time.
             If False, renew all of them in the same step, as SOAP does.
         tolerance: if given, check every ``every`` steps how much of each Gram matrix is off the diagonal in its basis,

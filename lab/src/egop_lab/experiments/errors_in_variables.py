@@ -122,7 +122,7 @@ class ErrorsInVariablesExperiment(TunedExperiment):
             )
         judged.append(self._judge_linear())
         for name, losses in (("SOAP", soap), ("Shampoo", shampoo)):
-            words = f"{name} does not beat EGOP Adam for ν ≥ 0.5, although it renews its basis every step."
+            words = f"With noise of ν ≥ 0.5, {name} does not beat EGOP Adam, although it renews its basis every step."
             far = [nu for nu in residuals if nu >= 0.5]
             numbers = "; ".join(f"ν = {nu:g}: {final[nu, EGOP_ADAM]:.2g}, {losses[nu]:.2g}" for nu in far)
             better = to_verdict(all(final[nu, EGOP_ADAM] <= losses[nu] for nu in far)) if far else "cannot be judged"

@@ -18,11 +18,11 @@ _INTRODUCTION = (
     "We repeated the paper's experiments and compared each of its claims with what we measured. A claim is judged by "
     "the paper's own criterion; results under alternative criteria, mostly ours, are listed alongside. If the paper "
     "gives no threshold, we chose one and state it. Claims and thresholds were written down after the records existed, "
-    "so none of them is a preregistered test, except on the pages that say so. All numbers come from the records: "
-    "`egop-lab reproduce` made them, and `egop-lab report` wrote these pages."
+    "so none of them is a preregistered test, except on the pages that say so. `egop-lab reproduce` made the records, "
+    "and `egop-lab report` wrote these pages from them."
 )
-_QUICK = " Experiments with the quick preset ran at small sizes and with few trials."
-_HEADER = ("experiment", "claims that hold", "remarks")
+_QUICK = " Pages that name the preset *quick* report small sizes and few trials."
+_HEADER = ("experiment", "claims that hold, of those judged", "remarks")
 
 # Singular and plural.
 _CLAIMS = {
@@ -145,7 +145,7 @@ def write_markdown(found: Sequence[Section], path: Path) -> None:
     if failures := group_failures(_get_judged(found)):
         described = _describe_failures(failures)
         lines += ["", f"[Why claims fail]({path.stem}/failures.md): {described}."]
-        words = f"Claims that share a cause are grouped: {described}."
+        words = f"Claims that share a cause are grouped. {described}."
         page = ["# Why claims fail", "", words, "", _row(HEADER), "|---|---|---|", *map(_row, failures), ""]
         _write_text("\n".join(page), path.with_suffix("") / "failures.md")
     for title, items in highlights:
@@ -183,7 +183,7 @@ def _get_judged(found: Sequence[Section]) -> list[Judgement]:
 def _describe_failures(rows: Sequence[tuple[str, str, str]]) -> str:
     reasons = [reason for _, reason, _ in rows]
     counts = ", ".join(f"{reason} ({reasons.count(reason)})" for reason in dict.fromkeys(reasons))
-    return f"{pluralize(len(rows), 'finding')}, {counts}"
+    return f"{pluralize(len(rows), 'cause')}: {counts}"
 
 
 def _get_experiment_id(item: Judgement) -> str:
@@ -192,7 +192,8 @@ def _get_experiment_id(item: Judgement) -> str:
 
 def _highlight(item: Judgement) -> str:
     distance = wording.format_distance(item)
-    return f"{item.statement} {item.finding}{'' if distance in item.finding else f' They differ by {distance}.'}"
+    more = "" if distance in item.finding else f" They differ by {distance}."
+    return f"“{item.statement}” {item.finding}{more}"
 
 
 def _markdown(section: Section) -> list[str]:

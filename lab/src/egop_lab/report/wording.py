@@ -68,7 +68,7 @@ def summarize_verdicts(judged: Sequence[Judgement]) -> str:
         worst = min(failed, key=lambda item: 0.0 if item.margin is None else item.margin)
         more = f" and {pluralize(len(failed) - 1, 'other')}" if len(failed) > 1 else ""
         words = worst.statement.removesuffix(".").removeprefix("Target: ").removeprefix("Control: ")
-        parts = [f"does not hold: “{words}”{more}"]
+        parts = [f"{'a control ' if worst.kind == 'control' else ''}does not hold: “{words}”{more}"]
     else:
         some = "all that could be judged hold" if len(own) > unknown else "nothing could be judged"
         parts = [some if unknown else "all hold"]
