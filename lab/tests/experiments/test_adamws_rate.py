@@ -18,7 +18,7 @@ def test_the_pages_show_the_record():
     shown = (DOCS / "reproduction" / "adamws-rate.md").read_text().split("<!-- records -->\n")[1]
     assert shown == "\n".join(lines) + "\n", "\n".join(lines)
     _, number, lower, _, _, _, capped, *_ = table.rows[0]
-    summary = f"lower than AdamW on {lower} of {number} small problems, and on {capped} with rates of at most 0.008"
+    summary = f"lower than AdamW on {lower} of {number} small problems, and on {capped} with rates capped at 0.008"
     assert summary in " ".join((DOCS / "howto" / "learning-rate.md").read_text().split())
 
 
