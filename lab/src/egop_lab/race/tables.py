@@ -119,19 +119,18 @@ def format_difference(task: Task, losses: Mapping[int, float], others: Mapping[i
 
 
 def make_summary_table(records: Records, times: Times) -> list[list[str]]:
-    """Return the table of results with the methods that all tasks have."""
-    return make_results_table(records, times, methods=("EGOP", "AdamW", "Muon"))
+    """Return the results of the methods that all tasks have, and how long AdamW must train to match EGOP."""
+    header, *rows = make_results_table(records, times, methods=("EGOP", "AdamW", "Muon"))
+    needed = [_format_steps_needed(records, task) for task in _list_tasks(records)]
+    return [[*header, "steps AdamW needs to match EGOP"], *([*row, n] for row, n in zip(rows, needed, strict=True))]
 
 
 def make_results_table(records: Records, times: Times, methods: Sequence[str] = METHODS) -> list[list[str]]:
-    """Return the test loss of each method on each task, and how many times as long AdamW must train to match EGOP."""
-    rows = [["test loss", *methods, "steps AdamW needs to match EGOP"]]
+    """Return the test loss of each method on each task."""
+    rows = [["test loss", *methods]]
     for task in _list_tasks(records):
-        losses = {method: final_losses(records, task, method) for method in methods}
-        means = {multiple: statistics.fmean(some.values()) for multiple, some in longer_losses(records, task).items()}
-        ours = statistics.fmean(losses["EGOP"].values())
-        needed = steps_needed(means, ours) if len(means) > 1 else _MISSING
-        rows.append([TITLES[task.name], *(format_losses(task, some) for some in losses.values()), needed])
+        losses = [format_losses(task, final_losses(records, task, method)) for method in methods]
+        rows.append([TITLES[task.name], *losses])
     return _drop_empty_columns(rows)
 
 
@@ -190,11 +189,10 @@ def make_longer_table(records: Records, times: Times) -> list[list[str]]:
     found = {task.name: longer_losses(records, task) for task in _list_tasks(records)}
     found = {name: losses for name, losses in found.items() if len(losses) > 1}
     multiples = sorted({multiple for losses in found.values() for multiple in losses})
-    rows = [["AdamW's test loss", *(f"{multiple:g}× the steps" for multiple in multiples)]]
-    rows += [
-        [TITLES[name], *(format_losses(TASKS[name], losses.get(multiple, {})) for multiple in multiples)]
-        for name, losses in found.items()
-    ]
+    rows = [["AdamW's test loss", *(f"{multiple:g}× the steps" for multiple in multiples), "matches EGOP at"]]
+    for name, losses in found.items():
+        cells = [format_losses(TASKS[name], losses.get(multiple, {})) for multiple in multiples]
+        rows.append([TITLES[name], *cells, _format_steps_needed(records, TASKS[name])])
     return rows
 
 
@@ -301,6 +299,13 @@ def _list_tasks(records: Records) -> list[Task]:
         for name in TITLES
         if all(final_losses(records, TASKS[name], method) for method in ("AdamW", "EGOP"))
     ]
+
+
+def _format_steps_needed(records: Records, task: Task) -> str:
+    """Say how many times as long AdamW must train to end where EGOP ends."""
+    means = {multiple: statistics.fmean(some.values()) for multiple, some in longer_losses(records, task).items()}
+    ours = statistics.fmean(final_losses(records, task, "EGOP").values())
+    return steps_needed(means, ours) if len(means) > 1 else _MISSING
 
 
 def _format_ratio(seconds: Sequence[float] | None, base: Sequence[float]) -> str:
