@@ -86,13 +86,13 @@ def test_the_sentences_of_the_readme_hold_without_the_lab(recomputed):
 
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     low, high = span("gain without rotation", ", 400 steps")
-    assert f"{low:.0f} to {high:.0f} % of the gain is there without the rotation" in text
+    assert f"{low:.0f} to {high:.0f} % of the gain over AdamW remains without the rotation" in text
     low, high = span("Muon reached", "GPT")
     assert f"reaches Muon's final loss after {low:.0f} to {high:.0f} % of the steps" in text
     low, high = span("PolarAdam reached", ", 400 steps")
     assert f"saves {100 - high:.0f} to {100 - low:.0f} % of the steps" in text
     assert f"at most {100 - span('PolarAdam reached in time', 'GPT')[0]:.0f} % of the time" in text
-    assert "in 40 to 50 % of AdamW's time on transformers" in text
+    assert "in 40 to 50 % of AdamW's time on the three transformers timed" in text
     assert 40 <= span("AdamW reached in time", "6×384,")[0] <= span("AdamW reached in time", "T ")[1] <= 50
     assert f"and in {span('AdamW reached in time', 'ResNet')[0]:.0f} % on ResNet-34" in text
     assert "from a quarter of AdamW's to eleven times it" in text

@@ -189,7 +189,7 @@ def test_the_answer_has_four_lines_and_a_table():
         "---------  -------------  ----  -----  ---------  ----\n"
         "AdamW               0.01     2   1.00       1.00  1.00\n"
         "EGOP                0.01     1   0.50       1.20  0.60\n"
-        "Loss after runs of 150 steps. Steps and time to the same loss and the time of a step are multiples of AdamW's."
+        "Loss after runs of 150 steps. Steps and time to the same loss, and step time, are multiples of AdamW's."
     )
     assert repr(found) == "Diagnosis(EGOP, lr=0.01, consistent)"
     assert found.code == "egop.EGOP(model, lr=0.01)"
@@ -245,9 +245,9 @@ def test_a_candidate_that_never_lowers_the_loss_is_not_advised():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"early": (2.0,), "late": (0.5,)}, "the search (60 steps) disagrees, with 200 % of AdamW's time"),
-        ({"early": (0.5,), "late": (0.5,), "seeds": (0.5, 1.2)}, "seed 2 disagrees, with 120 %"),
-        ({"early": (0.5,), "late": (1.3,)}, "the search (60 steps) disagrees, with 50 % of AdamW's time"),
+        ({"early": (2.0,), "late": (0.5,)}, "the search (60 steps) disagrees: 200 % of AdamW's time"),
+        ({"early": (0.5,), "late": (0.5,), "seeds": (0.5, 1.2)}, "seed 2 disagrees: 120 %"),
+        ({"early": (0.5,), "late": (1.3,)}, "the search (60 steps) disagrees: 50 % of AdamW's time"),
         ({"early": (0.9,), "late": (0.93,)}, "the times are close"),
     ],
 )

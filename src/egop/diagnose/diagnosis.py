@@ -77,7 +77,7 @@ class Diagnosis:
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons why the answer is uncertain; empty if seeds and stages agree."""
+        """Reasons why the answer is uncertain; empty if there are none."""
         race = self.race
         doubts = [f"the race is incomplete ({race.ended})"] if race.ended else []
         if (name := self.closest) is None:
@@ -86,7 +86,7 @@ class Diagnosis:
         others |= {f"seed {seed}": race.compare(name, 1, seed) for seed in race.seeds[1:]}
         for what, comparison in others.items():
             if comparison is not None and (comparison.time <= WORTH) != (self.advised != ADAMW):
-                doubts.append(f"{what} disagrees, with {_percent(comparison.time)} of AdamW's time")
+                doubts.append(f"{what} disagrees: {_percent(comparison.time)} of AdamW's time")
         if WORTH - 0.05 < self.comparisons[name].time < WORTH + 0.1:
             doubts.append("the times are close")
         if (steps := race.lengths[race.stage]) < SHORT:
@@ -140,8 +140,8 @@ class Diagnosis:
 
     def __str__(self) -> str:
         legend = (
-            f"Loss after runs of {self.race.lengths[self.race.stage]} steps. Steps and time to the same loss and the "
-            "time of a step are multiples of AdamW's."
+            f"Loss after runs of {self.race.lengths[self.race.stage]} steps. Steps and time to the same loss, and "
+            "step time, are multiples of AdamW's."
         )
         notes = [f"{name} was left out: {reason}." for name, reason in self.race.left_out.items()]
         if self.lr != self.race.ranked(self.advised)[0].lr:

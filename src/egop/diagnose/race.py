@@ -242,7 +242,7 @@ class _Racer:
             if self.step_seconds:  # the baseline may use all of the time
                 self.deadline = time.monotonic() + _TIMING * self.budget
             try:
-                for _ in range(2):  # in case that something else happens on the machine at the same time
+                for _ in range(2):  # in case something else is running on the machine
                     run = self.trainer.train(candidate.build, race.rates[0], 6, race.seeds[0], 3, self._check_time)
                     known = self.step_seconds.get(candidate.name, math.inf)
                     self.step_seconds[candidate.name] = min(run.step_seconds, known)

@@ -67,7 +67,7 @@ class Run:
 
 
 class Trainer:
-    """A trainer of copies of an objective's model, always from the same start and on the same batches.
+    """A trainer for copies of an objective's model, all with the same start and the same batches.
 
     Args:
         objective: the model, its loss and its batches.
@@ -138,7 +138,7 @@ class Trainer:
     def _evaluate(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor]) -> float:
         """Return the mean loss in evaluation mode, with fresh statistics of batch norm.
 
-        In runs this short its running statistics lag behind, the more the higher the learning rate.
+        In runs this short its running statistics lag behind, especially at high learning rates.
         """
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
         model.eval()

@@ -60,8 +60,7 @@ def estimate(
 
     In an initialized process group all processes must call this, with the same arguments and the same batches (all of
     the data, not a shard). They divide the draws and the decompositions, and all get the same basis, bit for bit. Up to
-    rounding, it is the basis that a single process would get, unless more gradients are sketched than a sketch holds or
-    dropout masks are drawn for a whole chunk (see :func:`egop.estimation.sample_gradients`). The first process's
+    rounding, it is the basis that a single process would get, unless a low-rank sketch overflows or dropout masks are drawn for a whole chunk (see :func:`egop.estimation.sample_gradients`). The first process's
     generator, parameters and buffers are used. An error in one process is raised in all of them.
 
     Args:

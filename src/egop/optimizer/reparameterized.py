@@ -189,14 +189,14 @@ class ReparameterizedOptimizer(Optimizer):
 
     @property
     def refresher(self) -> Refresher | None:
-        """The object that keeps the basis current, with its counts."""
+        """The object that keeps the basis current and counts renewals."""
         return self._engine.refresher
 
     @outside_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of named parameters, which may have its own ``"basis"``.
 
-        If the optimizer was given the model, its parameters need no names.
+        If the optimizer was given the model, the parameters need no names.
         """
         engine = self._engine
         if not engine.is_built:  # called by Optimizer.__init__, with groups that are already checked

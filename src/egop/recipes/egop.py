@@ -141,7 +141,7 @@ class EGOP(Optimizer):
           its squares overflow. The basis stays as it is.
         - ``nonfinite``: number of weights whose momentum is not finite.
 
-        This waits for the GPU, so do not call it in every step.
+        This synchronizes the GPU, so do not call it in every step.
         """
         found: dict[str, list[float]] = {}
         for group in self.param_groups:
@@ -161,7 +161,7 @@ class EGOP(Optimizer):
         return {key: float(totals.get(key, fmean)(values)) for key, values in found.items()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of named parameters. If the optimizer was given the model, its parameters need no names."""
+        """Add a group of named parameters. If the optimizer was given the model, the parameters need no names."""
         if self._is_built:
             taken = [name for name, _ in self._named_parameters()]
             (param_group,) = name_groups([param_group], taken, self._index)
@@ -185,7 +185,7 @@ class EGOP(Optimizer):
         self._choice.add(dict(zip(group["param_names"], group["params"], strict=True)), self._index)
         if self._is_built:
             self._choice.check(self._index, group["param_names"])
-            # Names of parameters that were removed may be those of new ones, which do not inherit their state.
+            # A new parameter may reuse the name of a removed one, but must not inherit its state.
             names = {name for name, _ in self._named_parameters()}.difference(group["param_names"])
             self._bound = {name: parameter for name, parameter in self._bound.items() if name in names}
             self._engine.reset_graphs()  # its stacks hold removed parameters
@@ -256,7 +256,7 @@ class EGOP(Optimizer):
                 handle.remove()
 
     def _copy_state(self, loaded: Mapping[str, Any]) -> None:
-        """Take over the state of a state dict as it is.
+        """Copy the state of a state dict without casting it.
 
         torch casts the state to the parameter's dtype, and keeps the given tensors where nothing is cast. But weights
         in half precision have float32 state, and several optimizers may load one state dict.

@@ -23,9 +23,9 @@ _CREATED = "created"  # saved for each block: whether this refresh created it
 class Aligned(Refresh):
     """A refresh that rotates one side of each weight to align the base optimizer's update with its momentum.
 
-    In every step, before the update, R becomes the orthonormal factor of M f(RᵀM)ᵀ, where M is the momentum and f the
+    Every ``every`` steps, before the update, R becomes the orthonormal factor of M f(RᵀM)ᵀ, where M is the momentum and f the
     base optimizer's map from momentum to update: one step of power iteration. With ``egop.optim.Sinkhorn`` this is ARO
-    (arXiv 2602.09006). Only the rotation is stored, no second moment and no Gram matrix. It works with optimizers whose
+    (arXiv 2602.09006). It stores the rotations only, no Gram matrices. It works with optimizers whose
     map is known: ``egop.optim.Sinkhorn``, ``Sign``, and Adam, whose map divides by its second moment.
 
     Args:

@@ -32,7 +32,7 @@ class Every(Refresh):
         objective: the objective whose gradients are sampled. It must use the model that is trained, not a copy.
         rho: distribution of the points; by default all are at the current parameters, and gradients differ by their
             batches.
-        samples: number of points; by default what the structures ask for.
+        samples: number of points; by default as many as the structures need.
         partition: which parameters form a block, if the optimizer has no basis to start with.
         structure: the structure of the blocks, if the optimizer has no basis to start with.
         memory: memory limit for all bases together, if the optimizer has no basis to start with.

@@ -43,7 +43,7 @@ METHODS = ("EGOP", "AdamW", "Muon", "NorMuon", "SOAP", "SGD")
 VARIANTS = {
     "PolarAdam": "no rotation (`rotate=False`)",
     "EGOP, random rotation": "random rotation",
-    "EGOP, squared momentum": "squares of the momentum instead of the gradient",
+    "EGOP, squared momentum": "second moments of the momentum, not of the gradient",
     "EGOP, momentum 0.95": "momentum 0.95 instead of 0.9",
     "EGOP, both sides": "both sides of a weight rotated",
     "EGOP, renewed every 20 steps": "renewed every 20 steps instead of 200",
@@ -171,7 +171,7 @@ def make_growth_table(records: Records, times: Times) -> list[list[str]]:
 
 def make_rates_table(records: Records, times: Times) -> list[list[str]]:
     """Return the tuned learning rates of AdamW and EGOP, and what EGOP loses at AdamW's, in tuning runs."""
-    rows = [["learning rate", "AdamW's best", "EGOP's best", "EGOP at AdamW's: above its own best"]]
+    rows = [["learning rate", "AdamW's best", "EGOP's best", "EGOP's extra loss at AdamW's rate"]]
     losses = read_losses(records.values())
     for task in _list_tasks(records):
         adamw, ours = (choose_run(task, method, losses) for method in ("AdamW", "EGOP"))
@@ -198,8 +198,8 @@ def make_longer_table(records: Records, times: Times) -> list[list[str]]:
 
 def make_reach_table(records: Records, times: Times) -> list[list[str]]:
     """Return when EGOP reaches the final loss of others during a run, as parts of their steps and of their time."""
-    rivals = {"AdamW": "AdamW's", "Muon": "Muon's", "PolarAdam": "that of `rotate=False`"}
-    rows = [["final loss reached", *(cell for name in rivals.values() for cell in (f"{name}: after", "of the time"))]]
+    rivals = {"AdamW": "AdamW", "Muon": "Muon", "PolarAdam": "`rotate=False`"}
+    rows = [["final loss of", *(cell for name in rivals.values() for cell in (f"{name}: steps", "time"))]]
     losses = read_losses(records.values())
     for task in _list_tasks(records):
         network = "compiled" if task.compiled else "CUDA graph"
@@ -250,7 +250,7 @@ def find_crossing(curve: Sequence[Sequence[float]], loss: float) -> float:
 def make_times_table(records: Records, times: Times) -> list[list[str]]:
     """Return the time of a whole training step over AdamW's, with and without a CUDA graph; medians of the rounds."""
     shown = {"EGOP": "EGOP", "PolarAdam": "`rotate=False`", "Muon": "Muon", "NorMuon": "NorMuon", "SOAP": "SOAP"}
-    rows = [["whole step over AdamW's", *shown.values(), "AdamW, ms"]]
+    rows = [["step time (AdamW = 1)", *shown.values(), "AdamW, ms"]]
     networks = list(dict.fromkeys(network for _, network, _ in times))
     for name, network in product(TITLES, networks):
         base = times.get((name, network, "AdamW"))

@@ -18,7 +18,7 @@ _INTRODUCTION = (
     "We repeated the paper's experiments and compared each of its claims with what we measured. A claim is judged by "
     "the paper's own criterion; results under alternative criteria, mostly ours, are listed alongside. If the paper "
     "gives no threshold, we chose one and state it. Claims and thresholds were written down after the records existed, "
-    "so none of them is a preregistered test, except on the pages that say so. `egop-lab reproduce` made the records, "
+    "so nothing is preregistered, except on the pages that say so. `egop-lab reproduce` made the records, "
     "and `egop-lab report` wrote these pages from them."
 )
 _QUICK = " Pages that name the preset *quick* report small sizes and few trials."
@@ -192,7 +192,7 @@ def _get_experiment_id(item: Judgement) -> str:
 
 def _highlight(item: Judgement) -> str:
     distance = wording.format_distance(item)
-    more = "" if distance in item.finding else f" They differ by {distance}."
+    more = "" if distance in item.finding else f" The numbers differ by {distance}."
     return f"“{item.statement}” {item.finding}{more}"
 
 

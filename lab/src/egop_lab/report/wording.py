@@ -103,10 +103,11 @@ def select_furthest(judged: Iterable[Judgement], verdict: str, count: int = 3) -
 
 
 def format_distance(item: Judgement) -> str:
-    """Say how much the two numbers differ."""
+    """Say how much the two numbers differ, or at least differ if one of them was never reached."""
     assert item.margin is not None
     factor = abs(item.margin)
-    return f"{factor:.0f} orders of magnitude" if factor >= 4 else f"a factor of {_format_factor(10**factor)}"
+    least = "at least " if ": never" in item.finding else ""
+    return least + (f"{factor:.0f} orders of magnitude" if factor >= 4 else f"a factor of {_format_factor(10**factor)}")
 
 
 def _format_factor(number: float) -> str:
