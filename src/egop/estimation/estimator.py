@@ -58,9 +58,10 @@ def estimate(
     :math:`\hat P = \frac1M \sum_i \nabla f(\theta_i) \nabla f(\theta_i)^\top` and takes its eigenvectors. The model is
     left exactly as it was.
 
-    In an initialized process group all processes must call this, with the same arguments and the same batches (all of
-    the data, not a shard). They divide the draws and the decompositions, and all get the same basis, bit for bit. Up to
-    rounding, it is the basis that a single process would get, unless a low-rank sketch overflows or dropout masks are drawn for a whole chunk (see :func:`egop.estimation.sample_gradients`). The first process's
+    In an initialized process group all processes must call this, with the same arguments and the same batches (all
+    of the data, not a shard). They divide the draws and the decompositions, and all get the same basis, bit for
+    bit. Up to rounding, it is the basis that a single process would get, unless a low-rank sketch overflows or
+    dropout masks are drawn for a whole chunk (see :func:`egop.estimation.sample_gradients`). The first process's
     generator, parameters and buffers are used. An error in one process is raised in all of them.
 
     Args:

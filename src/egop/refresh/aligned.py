@@ -23,10 +23,11 @@ _CREATED = "created"  # saved for each block: whether this refresh created it
 class Aligned(Refresh):
     """A refresh that rotates one side of each weight to align the base optimizer's update with its momentum.
 
-    Every ``every`` steps, before the update, R becomes the orthonormal factor of M f(RᵀM)ᵀ, where M is the momentum and f the
-    base optimizer's map from momentum to update: one step of power iteration. With ``egop.optim.Sinkhorn`` this is ARO
-    (arXiv 2602.09006). It stores the rotations only, no Gram matrices. It works with optimizers whose
-    map is known: ``egop.optim.Sinkhorn``, ``Sign``, and Adam, whose map divides by its second moment.
+    Every ``every`` steps, before the update, R becomes the orthonormal factor of M f(RᵀM)ᵀ, where M is the momentum
+    and f the base optimizer's map from momentum to update: one step of power iteration. With
+    ``egop.optim.Sinkhorn`` this is ARO (arXiv 2602.09006). It stores the rotations only, no Gram matrices. It works
+    with optimizers whose map is known: ``egop.optim.Sinkhorn``, ``Sign``, and Adam, whose map divides by its second
+    moment.
 
     Args:
         every: number of steps between updates of the rotation.
