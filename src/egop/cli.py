@@ -69,6 +69,8 @@ def diagnose(
         from egop.diagnose import diagnose as run
 
         torch.manual_seed(seed)
+        if plot is not None and not plot.absolute().parent.is_dir():
+            raise FileNotFoundError(f"There is no folder {plot.absolute().parent} for the plot.")
         objective = load_objective(target)
         if device is not None and objective.module is not None:
             objective.module.to(device)
@@ -142,7 +144,7 @@ def load_model(target: str) -> Any:
 def _load_factory(target: str) -> Callable[[], Any]:
     where, _, name = target.rpartition(":")
     if not where or not name:
-        raise ValueError(f"Invalid target {target!r}. Must be MODULE:FACTORY, such as examples/mlp.py:factory.")
+        raise ValueError(f"Invalid target {target!r}. Must be MODULE:FACTORY or FILE.py:FACTORY.")
     folder = Path(where).resolve().parent if where.endswith(".py") else Path.cwd()
     sys.path.insert(0, str(folder))  # as for a script: modules next to it can be imported
     module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)

@@ -45,10 +45,10 @@ def pluralize(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def list_first(items: Sequence[str], limit: int) -> str:
-    """Join the first items with commas and count the rest: "a, b and 3 more"."""
+def list_first(items: Sequence[str], limit: int = 8) -> str:
+    """Join the first items with commas and count the rest: "a, b and 3 more"; "none" if there are none."""
     rest = len(items) - limit
-    return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(items[:limit]) + (f" and {rest} more" if rest > 0 else "") or "none"
 
 
 def mask_layer_numbers(name: str) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 import cases
 import egop
-from egop.basis.roles import Role, find_roles
+from egop.basis.roles import Role, find_roles, has_norm_layers
 
 VECTOR = "a vector: it has one row or column"
 MATRIX, STACK = Role("weight"), Role("weight", stacked=1)
@@ -375,3 +375,41 @@ def trained(model, optimizer, steps=150):
         optimizer.step()
         found.append(loss.item())
     return sum(found[-10:]) / 10
+
+
+class MyLinear(nn.Module):
+    """A linear layer of the user's own."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(outputs, inputs))
+
+
+def test_layers_of_the_users_own_are_embeddings_and_heads_if_they_are_named_so():
+    model = nn.ModuleDict({
+        "embed_tokens": MyLinear(6, 20), "wpe": MyLinear(6, 9), "layer": MyLinear(6, 6), "lm_head": MyLinear(6, 20),
+    })  # fmt: skip
+    named = dict(model.named_parameters())
+    with_model = {name: role.kind for name, role in find_roles(named, model).items()}
+    assert list(with_model.values()) == ["embedding", "embedding", "weight", "head"]
+    assert with_model == {name: role.kind for name, role in find_roles(named, None).items()}
+
+
+class NormedLinear(nn.Linear):
+    """A linear layer, whatever its name says."""
+
+
+class NormalPolicy(nn.Sequential):
+    """A model with the name of a distribution."""
+
+
+@pytest.mark.parametrize("wrap", [
+    NormalPolicy,
+    nn.utils.parametrizations.spectral_norm,
+    nn.utils.parametrizations.weight_norm,
+])  # fmt: skip
+def test_only_layers_that_normalize_activations_count_as_norm_layers(wrap):
+    model = nn.Sequential(NormedLinear(4, 4), wrap(nn.Linear(4, 4)), nn.Linear(4, 2))
+    assert not has_norm_layers(model)
+    assert has_norm_layers(nn.Sequential(model, nn.RMSNorm(2)))
+    assert find_roles(dict(model.named_parameters()), model)["0.weight"].kind == "weight"

@@ -108,3 +108,13 @@ def test_finite_losses_are_plotted_by_rate():
     pytest.importorskip("matplotlib")
     (axes,) = find(optimizer=torch.optim.SGD, rates=(1e-3, 1e-2, 1e3)).plot().axes
     assert list(axes.lines[0].get_xdata()) == [1e-3, 1e-2]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_rates_and_bases_are_found_where_gradients_are_switched_off(mode):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    batches = [(inputs, inputs.prod(1, keepdim=True)) for inputs in torch.randn(4, 8, 4)]
+    objective = egop.Objective(model, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), batches)
+    with mode():
+        egop.find_lr(objective, torch.optim.AdamW, rates=[1e-2], steps=20, progress=False)
+        egop.estimate(objective, samples=8, progress=False)

@@ -102,7 +102,7 @@ def test_exhausted_iterator_raises():
     objective = linear_objective(iter(["a", "b"]))
     batches = objective.batches()
     assert [next(batches), next(batches)] == ["a", "b"]
-    with pytest.raises(ValueError, match=r"only 1 time\(s\).*exhausted.*Pass a list or a DataLoader"):
+    with pytest.raises(ValueError, match=r"can be read only once. Pass a list or a DataLoader"):
         next(batches)
 
 
@@ -547,3 +547,9 @@ def test_models_with_computed_weights_can_be_copied(reparametrize):
     assert all(parameter.grad is not None for parameter in copied.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
     torch.testing.assert_close(copied(batch), expected)
+
+
+@pytest.mark.parametrize("batches", [lambda: [torch.ones(8, 4)], None])
+def test_batches_must_be_an_iterable_of_batches(batches):
+    with pytest.raises(TypeError, match="batches must be a DataLoader, a list or another iterable of batches, got a"):
+        egop.Objective(torch.nn.Linear(4, 2), lambda model, batch: model(batch).mean(), batches)

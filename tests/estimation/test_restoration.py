@@ -136,7 +136,7 @@ def test_state_is_restored_if_the_batches_run_out(path):
     before = cases.state_of(model)
     with pytest.raises(ValueError, match="batches are empty"):
         cases.sample(egop.Objective(model, quiet, DataLoader([])), GAUSSIAN, 5, method=method)
-    with pytest.raises(ValueError, match="exhausted"):
+    with pytest.raises(ValueError, match="ran out"):
         cases.sample(egop.Objective(model, quiet, iter(cases.MLP.batches())), GAUSSIAN, 5, method=method)
     assert cases.state_of(model) == before
 

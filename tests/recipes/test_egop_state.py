@@ -74,12 +74,35 @@ def snapshot(model, optimizer):
 REFUSED = {
     "AdamW": (
         lambda model: torch.optim.AdamW(model.parameters()),
-        "it was saved by another optimizer",
+        "was saved by another optimizer",
+    ),
+    "AdamW with groups": (
+        lambda model: torch.optim.AdamW([{"params": [each]} for each in model.parameters()]),
+        "was saved by another optimizer",
     ),
     "no rotation": (lambda model: make(model, rotate=False), "saved with rotate=False, and this optimizer has"),
     "fewer groups": (lambda model: make(make_groups(model), model=model), "has 2 parameter groups"),
     "another choice": (lambda model: make(model, exclude=["up.weight"]), r"'up.weight' has .*Must be .*'basis'"),
 }
+
+
+SCHEDULERS = [
+    lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+    lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, 30, cycle_momentum=False),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_a_state_saved_without_a_scheduler_loads_with_one(schedule):
+    model, other = network(), network()
+    train(model, optimizer := make(model), 0, 3)
+    schedule(again := make(other))
+    again.load_state_dict(optimizer.state_dict())
+    assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    schedule(rotated := make(other))
+    with pytest.raises(ValueError, match="saved with rotate=False"):
+        rotated.load_state_dict(make(model, rotate=False).state_dict())
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -20,6 +22,7 @@ _TRANSPOSED = nn.modules.conv._ConvTransposeNd
 _LAYERS = (nn.Linear, nn.Bilinear, _CONVOLUTIONS, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 # Common names of output layers, for models that do not declare theirs.
 _HEADS = {"lm_head", "head", "classifier", "score", "embed_out"}
+_NORM = re.compile(r"norm(?!al(?!i)|ous)", re.IGNORECASE)  # but neither "Normal", a distribution, nor "enormous"
 
 
 def strip_compile_prefix(name: str) -> str:
@@ -51,6 +54,16 @@ class ModuleIndex:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        for part in module.modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise TypeError(
+                    "A scripted model hides its layers. Create the optimizer before torch.jit.script(model)."
+                )
+            if type(part).__name__ == "FullyShardedDataParallel":
+                raise TypeError(
+                    "FullyShardedDataParallel (FSDP1) flattens weights, so no matrix is left to rotate. Use FSDP2: "
+                    "torch.distributed.fsdp.fully_shard(model)."
+                )
         self.module = module
         self._search()
 
@@ -79,6 +92,7 @@ def find_roles(parameters: Mapping[str, Tensor], module: nn.Module | ModuleIndex
     """Read the role of each parameter from the module; without a module, guess it from name and shape.
 
     - Norm layers (recognized by class name), vectors, biases and embeddings are not rotated.
+    - A matrix in a class of the user's own is an embedding or an output head if it is named like one.
     - Output heads are what ``get_output_embeddings()`` of any submodule returns, and linear layers with a usual name
       (``lm_head``, ``classifier``, ``score``, ...). Otherwise the last linear layer is the head, if it comes after all
       other weights but those of frozen networks, and no linear layer is tied to an embedding (that one would be the
@@ -104,8 +118,11 @@ def has_norm_layers(module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    # LayerNorm, RMSNorm, BatchNorm2d, ... have no common base class; custom ones are named similarly.
-    return "norm" in type(module).__name__.lower()
+    # LayerNorm, RMSNorm, BatchNorm2d, ... have no common base class; custom ones are named similarly. Layers with a
+    # normalized weight, and torch's weight_norm and spectral_norm, do not normalize activations.
+    kind = type(module)
+    is_of_weights = isinstance(module, _LAYERS) or kind.__module__.startswith("torch.nn.utils.")
+    return bool(_NORM.search(kind.__name__)) and not is_of_weights
 
 
 class _Use(NamedTuple):
@@ -171,7 +188,8 @@ def _read_role(use: _Use) -> Role:
         return Role("norm")
     if tensor.dim() < 2 or "bias" in use.attribute:
         return Role("bias")
-    if isinstance(holder, _EMBEDDINGS):
+    is_unknown = not isinstance(holder, _LAYERS) and not _is_conv1d(holder)
+    if isinstance(holder, _EMBEDDINGS) or (is_unknown and _is_named_embedding(use.path.rpartition(".")[2], tensor)):
         return Role("embedding")
     if isinstance(holder, _CONVOLUTIONS):
         role = Role("weight", holder.groups if isinstance(holder, _TRANSPOSED) else 0)
@@ -220,11 +238,21 @@ def _has_inputs_first(holder: nn.Module) -> bool:
 
 def _find_named_heads(module: nn.Module, uses: Mapping[int, _Use]) -> set[int]:
     """Return the parameters of the output layers that the model declares, or that are named like one."""
-    heads = {key for key, use in uses.items() if use.path.rpartition(".")[2] in _HEADS and _is_linear(use.holder)}
+    heads = {key for key, use in uses.items() if use.path.rpartition(".")[2] in _HEADS and _may_be_head(use)}
     for part in module.modules():
         head = _declared_output(part)
         heads |= {id(parameter) for parameter in head.parameters()} if head is not None else set()
     return heads
+
+
+def _may_be_head(use: _Use) -> bool:
+    """Return True for a linear layer, also of a class of the user's own."""
+    is_matrix = use.attribute == "weight" and use.parameter.dim() == 2
+    return _is_linear(use.holder) or (is_matrix and not isinstance(use.holder, (*_LAYERS, *_EMBEDDINGS)))
+
+
+def _is_named_embedding(holder: str, tensor: Tensor) -> bool:
+    return tensor.dim() == 2 and ("embed" in holder.lower() or holder in ("wte", "wpe"))
 
 
 def _declared_output(part: nn.Module) -> nn.Module | None:
@@ -241,7 +269,7 @@ def _guess_role(name: str, tensor: Tensor) -> Role:
         return Role("bias")
     if holder in _HEADS:
         return Role("head", is_guess=True)
-    if tensor.dim() == 2 and ("embed" in holder.lower() or holder in ("wte", "wpe")):
+    if _is_named_embedding(holder, tensor):
         return Role("embedding", is_guess=True)
     # Kernels are short and there are many filters; experts are few and their matrices wide.
     is_stack = tensor.dim() == 3 and "conv" not in name and ("expert" in name or len(tensor) < tensor.shape[-1])

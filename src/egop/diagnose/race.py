@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from tqdm.auto import tqdm
 
 from egop.basis import Plan
@@ -177,7 +178,7 @@ def run_race(
     if not rates or not all(0 < rate < math.inf for rate in rates):
         raise ValueError(f"Invalid rates value: {rates}. Must be one or more positive numbers.")
     racer = _Racer(objective, list(candidates), Race(steps, tuple(seeds), rates=rates), budget, keep, progress)
-    with objective.preserve():
+    with torch.inference_mode(False), torch.enable_grad(), objective.preserve():
         return racer.run()
 
 
@@ -221,6 +222,7 @@ class _Racer:
                 ) from None
             race.ended = f"the budget of {self.budget:g} s was used up: allow more (budget=)"
         finally:
+            self.bar.set_postfix_str("")  # the last run may not be the best one
             self.bar.close()
         return race
 

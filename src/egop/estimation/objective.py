@@ -54,6 +54,9 @@ class Objective:
                 "For a plain function of tensors use egop.Objective.from_function(f, {'name': tensor})."
             )
         _check_loss_function(loss_fn)
+        if not isinstance(batches, Iterable):
+            kind = type(batches).__name__
+            raise TypeError(f"batches must be a DataLoader, a list or another iterable of batches, got a {kind}.")
         self._model = _unwrap(model)
         self._loss_fn, self._batches = loss_fn, batches
         self._caller = _Caller(self._model)
@@ -133,8 +136,8 @@ class Objective:
                 raise ValueError("The batches are empty: the objective needs at least one batch.")
             if is_empty:
                 raise ValueError(
-                    f"The batches could be iterated only {passes} time(s): an iterator or generator is exhausted after "
-                    "one pass. Pass a list or a DataLoader, which can be iterated again."
+                    "The batches ran out: an iterator or generator can be read only once. Pass a list or a DataLoader, "
+                    "which can be iterated again."
                 )
             passes += 1
 

@@ -270,7 +270,7 @@ class BoundParameters:
         return {old: new for old, new in pairs if old is not new and id(new) not in known}
 
 
-_get_kind = operator.attrgetter("dtype", "device")
+_get_kind = operator.attrgetter("dtype", "device", "shape")
 
 
 def _list_parameters(groups: Groups) -> list[Tensor]:
@@ -321,6 +321,8 @@ def bind_blocks(
             )
         blocks.append(BoundBlock(change, [parameter for _, parameter in members], needs_matrices=needs_matrices))
         blocks[-1].spectrum = basis.spectrum.get(name)
+    pairs = ((block.change.block.parameters, block.originals) for block in blocks)
+    check_separate_memory({name: each for names, own in pairs for name, each in zip(names, own, strict=True)})
     return blocks
 
 
@@ -334,6 +336,20 @@ def check_padding(blocks: Sequence[BoundBlock], groups: Groups, layers: Mapping[
                 f"Block '{block.name}' ({block.change.kind}) mixes the rows of an embedding with padding_idx, so "
                 "training would move its padding row. Use egop.Shared() for the embedding, which keeps rows apart, or "
                 "leave it out of the basis."
+            )
+
+
+def check_separate_memory(named: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if two parameters share memory: a step reads many weights before it writes them."""
+    names: dict[int, str] = {}
+    for name, parameter in named.items():
+        local = to_local(parameter)
+        has_memory = type(local) in (Tensor, torch.nn.Parameter) and local.numel() and not local.is_meta
+        other = names.setdefault(local.data_ptr(), name) if has_memory else name
+        if other != name:
+            raise ValueError(
+                f"Parameters '{other}' and '{name}' share memory, so one would overwrite the step of the other. Tie "
+                "the parameters themselves (a.weight = b.weight) before you create the optimizer."
             )
 
 

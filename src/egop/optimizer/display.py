@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -46,7 +46,12 @@ def _list_facts(engine: Engine) -> Iterator[str]:
         yield "refresh: none, the basis is fixed"
     else:
         yield f"refresh: {engine.refresher}"
-    for index, group in enumerate(engine.param_groups):
+    yield from format_groups(engine.param_groups)
+
+
+def format_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each group with its settings."""
+    for index, group in enumerate(groups):
         settings = [
             f"{key} {_format_value(value)}"
             for key, value in group.items()

@@ -58,7 +58,7 @@ def export_state(engine: Engine, *, complete: bool) -> dict[Any, Entry]:
     block_of = map_to_blocks(engine.blocks)
     states: dict[Any, Entry] = {}
     bound = engine.bound
-    for name, parameter, (dtype, _) in zip(bound.names, bound.tensors, bound.kinds, strict=True):
+    for name, parameter, (dtype, *_) in zip(bound.names, bound.tensors, bound.kinds, strict=True):
         block = block_of.get(id(parameter))
         about = {"version": STATE_VERSION, "optimizer": engine.base.name, "name": name}
         about |= {"shape": list(parameter.shape), "dtype": str(dtype), "refresh": refresher is not None}
@@ -251,6 +251,11 @@ def read_about(entry: Mapping[str, Any]) -> dict[str, Any]:
 def parse_state_dict(engine: Engine, state_dict: dict[str, Any]) -> tuple[RestoredParts, list[Group]]:
     """Build the working parts that a state dict describes and its parameter groups, without changing anything."""
     try:
+        if "state" not in state_dict or "param_groups" not in state_dict:
+            raise ValueError(
+                "It needs 'state' and 'param_groups'. From a whole checkpoint, load the part that "
+                "optimizer.state_dict() returned."
+            )
         entries, others = _read_entries(state_dict, engine)
         groups = [
             group | copy.deepcopy({key: value for key, value in saved.items() if key not in ("params", "param_names")})
@@ -298,7 +303,7 @@ def _read_entries(state_dict: Any, engine: Engine) -> tuple[list[Mapping[str, An
     state, groups = state_dict["state"], engine.param_groups
     if not any(ABOUT in item for item in state.values() if isinstance(item, Mapping)):
         raise ValueError(
-            "It was saved by a plain optimizer. Moments from another coordinate system cannot be loaded: load the "
+            "It was saved by another optimizer. Moments from another coordinate system cannot be loaded: load the "
             "model's weights alone, and start with a new optimizer."
         )
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 import re
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from egop.basis import Block, Identity, ModuleIndex, Plan, Role, Shared, find_roles, rows_and_columns
+from egop.formatting import list_first
 from egop.optimizer import find_user_level
 
 # Parameters that a model holds outside any layer, such as ``pos_embed``: what they hold is added, not multiplied.
@@ -54,8 +56,8 @@ class WeightChoice:
         exclude: name patterns of weights to leave out.
     """
 
-    def __init__(self, exclude: str | Sequence[str]) -> None:
-        self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    def __init__(self, exclude: str | Sequence[str] | None) -> None:
+        self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude or ())
         if wrong := [pattern for pattern in self.exclude if not isinstance(pattern, str)]:
             raise TypeError(f"exclude must be name patterns such as '*.gate', got {type(wrong[0]).__name__}.")
         self.matrices: dict[str, Matrix] = {}
@@ -64,7 +66,11 @@ class WeightChoice:
     def add(self, named: Mapping[str, Tensor], index: ModuleIndex | None) -> None:
         """Choose how to step these parameters by their roles in the module; without a module, guess the roles."""
         for name, role in find_roles(named, index).items():
+            self.matrices.pop(name, None)
+            self.left.pop(name, None)
             if role.kind in ("bias", "norm"):
+                if named[name].dim() > 1:
+                    self.left[name] = "a bias" if role.kind == "bias" else "part of a normalization layer"
                 continue
             outputs, inputs = rows_and_columns(named[name].shape[role.stacked :], role.transposed)
             matrix = Matrix(role.stacked, math.sqrt(max(1, outputs / inputs)) if inputs else 1.0)
@@ -73,24 +79,26 @@ class WeightChoice:
             else:
                 self.matrices[name] = matrix
 
-    def check(self, index: ModuleIndex | None, added: Collection[str] | None = None) -> None:
+    def check(self, names: Collection[str], index: ModuleIndex | None, added: Collection[str] | None = None) -> None:
         """Raise ValueError for a pattern that matches nothing; warn of roles that were guessed and of no matrices.
 
         Args:
+            names: names of all parameters.
             index: the module's parameters, if it is known.
             added: names of parameters that were added later: only these are checked.
         """
         weights = [name for name in (*self.matrices, *self.left) if added is None or name in added]
         for pattern in self.exclude if added is None else ():
-            if not any(_matches(name, pattern) for name in weights):
-                raise ValueError(f"Pattern {pattern!r} in exclude matches no weight. Available: {', '.join(weights)}.")
+            if not any(_matches(name, pattern) for name in names):
+                near = ", ".join(difflib.get_close_matches(pattern, weights, n=3, cutoff=0))
+                raise ValueError(f"Pattern {pattern!r} in exclude matches no parameter. Closest: {near}.")
         chosen = [name for name in weights if name in self.matrices]
-        left = _join(f"{name} ({self.left[name]})" for name in weights if name in self.left)
+        left = list_first([f"{name} ({self.left[name]})" for name in weights if name in self.left])
         if index is None and weights:
             warnings.warn(
                 "egop.EGOP chooses weights by their roles. Without the model, the roles were guessed from names and "
                 f"shapes, and the model is assumed to have normalization layers. Weights to rotate: "
-                f"{_join(chosen)}. Left to AdamW: {left}. Pass the model itself, or add model=model.",
+                f"{list_first(chosen)}. Left to AdamW: {left}. Pass the model itself, or add model=model.",
                 stacklevel=find_user_level(),
             )
         elif self.left and not self.matrices:
@@ -122,8 +130,3 @@ class WeightChoice:
 def _matches(name: str, pattern: str) -> bool:
     """Return True if a pattern matches a weight's name, or that of a module that holds it."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
-
-
-def _join(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"

@@ -17,7 +17,7 @@ from egop.distributed import to_full, to_local, to_local_parts
 from egop.formatting import pluralize
 from egop.numerics import outside_inference_mode, without_autocast
 from egop.optim import PolarAdam, RotatedPolarAdam, measure_rotation
-from egop.optimizer import name_groups
+from egop.optimizer import BoundParameters, check_separate_memory, format_groups, name_groups
 from egop.recipes.choice import Matrix, WeightChoice
 from egop.recipes.state_dicts import check_state_dict
 
@@ -27,6 +27,7 @@ __all__ = ["EGOP"]
 _NORMALIZED_RMS, _PLAIN_RMS = 0.4, 0.2
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _HALF = {torch.float16, torch.bfloat16}
+_REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")  # options of AdamW that EGOP does not have
 
 _Kind = tuple[int, Matrix]  # matrices that are stepped alike, by the index of their group
 
@@ -62,6 +63,7 @@ class EGOP(Optimizer):
         model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
         foreach: passed to AdamW.
         fused: passed to AdamW.
+        others: AdamW's ``amsgrad``, ``maximize``, ``capturable`` and ``differentiable``, which must be False.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
@@ -76,7 +78,7 @@ class EGOP(Optimizer):
 
     has_own_basis = True  # so that egop.ReparameterizedOptimizer refuses to run it in another one
     _engine: PolarAdam
-    _bound: dict[str, Tensor]  # the parameters that the state belongs to
+    _bound: BoundParameters  # the parameters that the state belongs to
 
     def __init__(
         self,
@@ -88,12 +90,16 @@ class EGOP(Optimizer):
         *,
         rotate: bool = True,
         every: int = 200,
-        exclude: Sequence[str] = (),
+        exclude: Sequence[str] | None = (),
         update_rms: float | None = None,
         model: nn.Module | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
+        **others: bool,
     ) -> None:
+        if unknown := others.keys() - set(_REFUSED):
+            raise TypeError(f"egop.EGOP got an unexpected keyword argument '{min(unknown)}'.")
+        _refuse_options(others)
         if not isinstance(rotate, bool):
             raise TypeError(f"rotate must be True or False, got {rotate!r}.")
         module = params if model is None and isinstance(params, nn.Module) else model
@@ -108,7 +114,9 @@ class EGOP(Optimizer):
         self._choice = WeightChoice(exclude)
         super().__init__(groups, self.defaults)
         self._is_built = True
-        self._choice.check(self._index)
+        self._bound = BoundParameters(self.param_groups)
+        self._choice.check(self._bound.names, self._index)
+        self._check_memory()
 
     @property
     def plan(self) -> Plan:
@@ -143,6 +151,7 @@ class EGOP(Optimizer):
 
         This synchronizes the GPU, so do not call it in every step.
         """
+        self._follow_changes()
         found: dict[str, list[float]] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -164,12 +173,11 @@ class EGOP(Optimizer):
         """Add a group of named parameters. If the optimizer was given the model, the parameters need no names."""
         if self._is_built:
             taken = [name for name, _ in self._named_parameters()]
+            before = BoundParameters(self.param_groups)
             (param_group,) = name_groups([param_group], taken, self._index)
         # So that a state dict fits with and without torch.compile.
         param_group["param_names"] = list(map(strip_compile_prefix, param_group["param_names"]))
-        for option in ("maximize", "amsgrad", "capturable", "differentiable"):
-            if param_group.get(option):
-                raise ValueError(f"egop.EGOP has no option {option}. Remove it from the parameter group.")
+        _refuse_options(param_group)
         if param_group.get("rotate", self.defaults["rotate"]) != self.defaults["rotate"]:
             raise ValueError("rotate applies to all weights. To leave those of a group to AdamW, name them in exclude.")
         if "exclude" in param_group:
@@ -184,11 +192,9 @@ class EGOP(Optimizer):
         group = self.param_groups[-1]
         self._choice.add(dict(zip(group["param_names"], group["params"], strict=True)), self._index)
         if self._is_built:
-            self._choice.check(self._index, group["param_names"])
+            self._choice.check(taken, self._index, group["param_names"])
             # A new parameter may reuse the name of a removed one, but must not inherit its state.
-            names = {name for name, _ in self._named_parameters()}.difference(group["param_names"])
-            self._bound = {name: parameter for name, parameter in self._bound.items() if name in names}
-            self._engine.reset_graphs()  # its stacks hold removed parameters
+            self._bound = before
 
     @outside_inference_mode
     @torch.no_grad()
@@ -207,14 +213,13 @@ class EGOP(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with without_autocast():
-            is_first, bound, layouts, known = not self.state, self._bound, self._layouts, self._choice.matrices
+            self._follow_changes()
+            is_first, known = not self.state, self._choice.matrices
             matrices: dict[_Kind, tuple[list[Tensor], list[Tensor]]] = {}
             others: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.param_groups]
             for index, group in enumerate(self.param_groups):
+                _refuse_options(group)
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                    layout = parameter.shape, parameter.dtype, parameter.device
-                    if bound.get(name) is not parameter or layouts[name] != layout:
-                        self._bind(name, parameter)
                     gradient = parameter.grad
                     if gradient is None or not parameter.numel():
                         continue
@@ -239,9 +244,10 @@ class EGOP(Optimizer):
             ValueError: if it does not fit. Nothing is changed then.
         """
         loaded: dict[str, Any] = {}
+        options = self.defaults.keys() - set(_REFUSED)  # torch adds some of these
 
         def check(_: Optimizer, given: Any) -> None:
-            check_state_dict(given, self.param_groups, _make_engine, self._expect_shapes)
+            check_state_dict(given, self.param_groups, options, _make_engine, self._expect_shapes)
             loaded.update(given)
 
         # Between the user's hooks: those before may replace the state dict, those after may change the state.
@@ -270,6 +276,7 @@ class EGOP(Optimizer):
                 self.state[parameter] = {
                     entry: value.detach().to("cpu" if entry == "step" else parameter.device, dtype, copy=True)
                     for entry, value in loaded["state"][key].items()
+                    if entry != "master" or parameter.dtype in _HALF
                 }
             else:
                 self.state[parameter] = {entry: value.clone() for entry, value in self.state[parameter].items()}
@@ -284,7 +291,8 @@ class EGOP(Optimizer):
         self._reset_engine()
 
     def __repr__(self) -> str:
-        trained = [name for name, parameter in self._named_parameters() if parameter.requires_grad]
+        pairs = [pair for group in self.param_groups for pair in zip(group["param_names"], group["params"])]  # noqa: B905
+        trained = [name for name, parameter in pairs if parameter.requires_grad]
         count = sum(name in self._choice.matrices for name in trained)
         rotated = self.defaults["rotate"]
         matrices = pluralize(count, "rotated weight") if rotated else f"{pluralize(count, 'weight')} without rotation"
@@ -295,35 +303,87 @@ class EGOP(Optimizer):
     def __str__(self) -> str:
         rms = self.defaults["update_rms"]
         note = "; if the model normalizes activations, pass update_rms=0.4" if rms == _PLAIN_RMS else ""
-        return f"{self!r}\nupdates of square matrices: a root mean square of {rms:g} times lr{note}\n{self.plan}"
+        size = f"updates of square matrices: a root mean square of {rms:g} times lr{note}"
+        return "\n".join([repr(self), size, *format_groups(self.param_groups), str(self.plan)])
 
     def _named_parameters(self) -> list[tuple[str, Tensor]]:
+        self._follow_changes()
         return [pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
 
     def _reset_engine(self) -> None:
         if "_engine" in vars(self):
             self._engine.reset_graphs()  # waits for the GPU
         self._engine = _make_engine(self.defaults)
-        self._bound = dict(self._named_parameters()) if self._is_built else {}
-        self._layouts = {name: (each.shape, each.dtype, each.device) for name, each in self._bound.items()}
+        self._bound = BoundParameters(self.param_groups if self._is_built else ())
         self._settings: dict[_Kind, dict[str, Any]] = {}  # the engine's
 
-    def _bind(self, name: str, parameter: Tensor) -> None:
-        """Move the state of a parameter to the one that has taken its place, and follow casts and moves."""
-        before = self._bound.get(name)
+    def _follow_changes(self) -> None:
+        """Let names and state follow parameters that were replaced, cast or moved, also to another place or group."""
+        if self._bound.matches(self.param_groups):
+            return
+        names = self._find_names()
+        before = dict(zip(self._bound.names, zip(self._bound.tensors, self._bound.kinds, strict=True), strict=True))
+        for group, own in zip(self.param_groups, names, strict=True):
+            for name, parameter in zip(own, group["params"], strict=True):
+                self._bind(name, parameter, *before.get(name, (None, None)))
+        for group, own in zip(self.param_groups, names, strict=True):
+            group["param_names"] = own
+        self._bound = BoundParameters(self.param_groups)
+        self._check_memory()
+        self._engine.reset_graphs()  # its stacks hold parameters and state that may have been replaced
+
+    def _find_names(self) -> list[list[str]]:
+        """Return the names of the parameters of each group.
+
+        A new parameter has its name in the model, or takes the name of the one whose place it takes.
+        """
+        known = dict(zip(map(id, self._bound.tensors), self._bound.names, strict=True))
+        taken: set[str] = set()
+        found = []
+        for group in self.param_groups:
+            parameters, names = group["params"], group.get("param_names", [])
+            places = names if len(names) == len(parameters) else [""] * len(parameters)
+            own = []
+            for parameter, place in zip(parameters, places, strict=True):
+                from_model = self._index.names(parameter) if self._index and id(parameter) not in known else []
+                name = known.get(id(parameter)) or next(iter(from_model), place)
+                if not name or name in taken:
+                    raise ValueError(
+                        f"egop.EGOP cannot tell which parameter the one of shape {tuple(parameter.shape)} in "
+                        "param_groups is. Add parameters with optimizer.add_param_group."
+                    )
+                own.append(name)
+                taken.add(name)
+            found.append(own)
+        return found
+
+    def _bind(self, name: str, parameter: Tensor, before: Tensor | None, kind: tuple[Any, ...] | None) -> None:
+        """Move the state of a parameter to the one that has taken its place, and follow casts and moves.
+
+        Args:
+            name: the name of both.
+            parameter: the parameter that has the name now.
+            before: the one that had it until now, if any.
+            kind: dtype, device and shape that it had then.
+        """
         owner = before if before is not None and before in self.state and parameter not in self.state else parameter
-        shape = self.state.get(owner, {}).get("exp_avg", parameter).shape
-        if shape != parameter.shape:
+        state = self.state.get(owner, {})
+        shape = state["exp_avg"].shape if "exp_avg" in state else parameter.shape if kind is None else kind[-1]
+        if len(shape) != parameter.dim() or (state and shape != parameter.shape):
             raise ValueError(
                 f"Parameter '{name}' of shape {tuple(shape)} was replaced by one of shape {tuple(parameter.shape)}, "
                 "which its state does not fit. Create a new optimizer."
             )
+        if kind is None or kind[-1] != parameter.shape:
+            self._choice.add({name: parameter}, self._index)
         if owner is not parameter:
             self.state[parameter] = self.state.pop(owner)
-            self._engine.reset_graphs()  # its stacks hold the parameter that was replaced
-        self._bound[name], self._layouts[name] = parameter, (parameter.shape, parameter.dtype, parameter.device)
         if parameter in self.state:
             self._cast_state(parameter, is_matrix=name in self._choice.matrices)
+
+    def _check_memory(self) -> None:
+        named = zip(self._bound.names, self._bound.tensors, strict=True)
+        check_separate_memory({name: parameter for name, parameter in named if name in self._choice.matrices})
 
     def _cast_state(self, parameter: Tensor, *, is_matrix: bool) -> None:
         """Bring the state of a parameter to its dtype and device; the state of matrices is at least float32."""
@@ -334,7 +394,6 @@ class EGOP(Optimizer):
         for entry, value in state.items():
             if entry != "step" and (value.dtype, value.device) != (dtype, parameter.device):
                 state[entry] = value.to(parameter.device, dtype)
-                self._engine.reset_graphs()  # its stacks hold the old state
 
     def _forget_empty_step(self) -> None:
         """Reset the counters after a first step without a learning rate and gradients.
@@ -413,6 +472,12 @@ class EGOP(Optimizer):
             if "master" in entry:
                 shapes["master"] = tuple(parameter.shape)
         return shapes
+
+
+def _refuse_options(settings: Mapping[str, Any]) -> None:
+    for option in _REFUSED:
+        if settings.get(option):
+            raise ValueError(f"egop.EGOP has no option {option}. Leave it out.")
 
 
 def _make_engine(settings: Mapping[str, Any]) -> PolarAdam:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from egop.formatting import pluralize
+
 
 def check_state_dict(
     state_dict: Any,
     groups: Sequence[Mapping[str, Any]],
+    options: Iterable[str],
     check_settings: Callable[[Mapping[str, Any]], object],
     expect_shapes: Callable[[str, Tensor, Mapping[str, Any]], Mapping[str, tuple[int, ...]]],
 ) -> None:
@@ -21,6 +24,7 @@ def check_state_dict(
     Args:
         state_dict: the state dict.
         groups: the optimizer's parameter groups, with ``param_names``.
+        options: the settings that each group must have.
         check_settings: raises an error for invalid settings of a group.
         expect_shapes: returns the shapes of the state of a parameter, given its name and what was saved.
     """
@@ -31,10 +35,15 @@ def check_state_dict(
             "The state dict is incomplete or damaged: it needs 'state' and a list of 'param_groups'. From a whole "
             "checkpoint, load the part that optimizer.state_dict() returned."
         )
+    if not all(isinstance(saved, Mapping) and "update_rms" in saved for saved in saved_groups):
+        raise ValueError(
+            "The state dict was saved by another optimizer, or is damaged. After a change of optimizer, load only the "
+            "model's weights."
+        )
     if len(saved_groups) != len(groups):
-        raise ValueError(f"The state dict has {len(saved_groups)} parameter groups; this optimizer has {len(groups)}.")
+        raise ValueError(f"The state dict has {pluralize(len(saved_groups), 'parameter group')}, not {len(groups)}.")
     for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        if problem := _find_group_problem(group, saved, check_settings):
+        if problem := _find_group_problem(group, saved, options, check_settings):
             raise ValueError(f"Parameter group {index} of the state dict {problem}")
         for key, name, parameter in zip(saved["params"], group["param_names"], group["params"], strict=True):
             state = states.get(key, {})
@@ -44,12 +53,14 @@ def check_state_dict(
 
 
 def _find_group_problem(
-    group: Mapping[str, Any], saved: Any, check_settings: Callable[[Mapping[str, Any]], object]
+    group: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    options: Iterable[str],
+    check_settings: Callable[[Mapping[str, Any]], object],
 ) -> str | None:
-    if not isinstance(saved, Mapping):
-        return f"is {saved!r:.80}. Must be a dict."
-    if missing := [key for key in group if key not in saved and key != "param_names"]:
-        return f"has no {missing[0]!r}: it was saved by another optimizer, or is damaged."
+    # Other keys, such as those of schedulers, may differ.
+    if missing := [key for key in ("params", *options) if key not in saved]:
+        return f"has no {missing[0]!r}: it is damaged."
     if group["rotate"] is not saved["rotate"]:
         return (
             f"was saved with rotate={saved['rotate']!r:.80}, and this optimizer has rotate={group['rotate']}. A state "

@@ -21,7 +21,7 @@ from egop.basis import (
     make_plan,
     partition_parameters,
 )
-from egop.formatting import parse_bytes
+from egop.formatting import list_first, parse_bytes
 from egop.numerics import identity_matrices
 from egop.optimizer import Rebasable, Refresh, Refresher, Stack, find_user_level, named_parameters
 
@@ -212,9 +212,10 @@ class BlockCreatingRefresher(Refresher):
         skipped = [f"{name} ({layer.skip_reason})" for name, layer in guessed.items() if layer.skip_reason]
         warnings.warn(
             f"egop.{self._name} chooses weights by their roles. Without the model, the roles were guessed from names "
-            f"and shapes. Weights to rotate: {_join(rotated)}. Skipped weights: {_join(skipped)}. Rotating an "
-            "embedding or an output head slows training down. Give the optimizer the model itself, or model=model next "
-            "to the parameters; or name the weights: egop.Online(structure={'name pattern': egop.Shared()}).",
+            f"and shapes. Weights to rotate: {list_first(rotated)}. Skipped weights: {list_first(skipped)}. "
+            "Rotating an embedding or an output head slows training down. Give the optimizer the model itself, or "
+            "model=model next to the parameters; or name the weights: "
+            "egop.Online(structure={'name pattern': egop.Shared()}).",
             stacklevel=find_user_level(),  # the line that creates the optimizer
         )
 
@@ -258,11 +259,7 @@ def _no_weight_message(optimizer: Rebasable, unrotated: Mapping[str, str], refre
     text = f"{frozen} parameters are frozen; weights get a basis once they are unfrozen. " if frozen else ""
     return (
         f"egop.{refresh} found no weight to rotate, so for now the optimizer {effect}. Skipped weights: "
-        f"{_join(skipped)}. {text}Biases and norm layers are never rotated by default. To rotate more, name it: "
+        f"{list_first(skipped)}. {text}Biases and norm layers are never rotated by default. To rotate more, name it: "
         "egop.Online(structure={'*': egop.Kronecker()}) for every weight, or with partition={'all': ['*']} and "
         "egop.Full() for everything."
     )
-
-
-def _join(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"

@@ -72,6 +72,10 @@ class ChangeOfBasis(abc.ABC):
                     f"got {tuple(self.tensors[name].shape)}."
                 )
 
+    def __repr__(self) -> str:
+        shapes = " and ".join(" x ".join(map(str, shape)) for shape in self.block.shapes)
+        return f"{type(self).__name__}({self.block.name}, {shapes})"
+
     @abc.abstractmethod
     def encode(self, tensors: Tensor | Sequence[Tensor]) -> Coordinates:
         """Return the coordinates of the block's tensors, given in the block's order (or as the single tensor)."""
