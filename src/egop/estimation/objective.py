@@ -54,7 +54,7 @@ class Objective:
                 "For a plain function of tensors use egop.Objective.from_function(f, {'name': tensor})."
             )
         _check_loss_function(loss_fn)
-        if not isinstance(batches, Iterable):
+        if not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
             kind = type(batches).__name__
             raise TypeError(f"batches must be a DataLoader, a list or another iterable of batches, got a {kind}.")
         self._model = _unwrap(model)
