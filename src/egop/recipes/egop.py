@@ -49,7 +49,8 @@ class EGOP(Optimizer):
 
     Args:
         params: a module; or ``model.named_parameters()`` or parameter groups, together with ``model``.
-        lr: learning rate. Start with AdamW's, or 0.008 if that is lower, then try half and twice that, and go on while the loss falls.
+        lr: learning rate. Start with AdamW's, or 0.008 if that is lower, then try half and twice that, and go on while
+            the loss falls.
         betas: decay rates of the running means of gradients and of their squares, for all parameters.
         eps: added to the denominator.
         weight_decay: decoupled weight decay for all parameters. To exclude norms and biases, put them in a group of
