@@ -57,8 +57,9 @@ def group(tmp_path):
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
-def test_the_code_of_a_page_runs(path, tmp_path):
+def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     """Run a page's blocks in order, each with the variables of those before it and what readers are assumed to have."""
+    monkeypatch.chdir(tmp_path)
     batches = [(torch.randn(5, 3), torch.randn(5, 2)) for _ in range(3)]
     model = network()
     given = {
