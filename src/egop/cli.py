@@ -129,7 +129,7 @@ def load_model(target: str) -> Any:
     try:
         with torch.device("meta"):
             result = factory()
-    except (RuntimeError, NotImplementedError):  # it may compute with data, which the meta device does not hold
+    except Exception:  # it may compute with data, which the meta device does not hold; real errors come again
         result = factory()
     model = result[0] if isinstance(result, tuple) and result else result
     model = model.module if isinstance(model, Objective) else model

@@ -118,3 +118,34 @@ def test_rates_and_bases_are_found_where_gradients_are_switched_off(mode):
     with mode():
         egop.find_lr(objective, torch.optim.AdamW, rates=[1e-2], steps=20, progress=False)
         egop.estimate(objective, samples=8, progress=False)
+
+
+class MergingLinear(torch.nn.Linear):
+    """A layer that trains a small part of its weight and adds it to the rest in evaluation mode, as LoRA layers do."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.part = torch.nn.Parameter(torch.zeros(outputs, inputs))
+        self.merged = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.merged is mode:
+            with torch.no_grad():
+                self.weight.add_(self.part if not mode else -self.part)
+            self.merged = not mode
+        return self
+
+    def forward(self, inputs):
+        weight = self.weight if self.merged else self.weight + self.part
+        return torch.nn.functional.linear(inputs, weight, self.bias)
+
+
+def test_layers_that_change_with_the_mode_are_trained():
+    model = torch.nn.Sequential(MergingLinear(4, 1))
+    model[0].weight.requires_grad_(False)
+    batches = [(inputs, inputs.sum(1, keepdim=True)) for inputs in torch.randn(6, 8, 4)]
+    objective = egop.Objective(model, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), batches)
+    found = egop.find_lr(objective, torch.optim.AdamW, rates=[1e-1], steps=20, progress=False)
+    assert found.race.ranked(next(iter(found.race.runs[0])))[0].final < 0.8 * found.race.start
+    assert not model[0].merged

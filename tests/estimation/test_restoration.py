@@ -164,3 +164,32 @@ def test_sampling_between_steps_does_not_change_training():
             return copy.deepcopy(model.state_dict())
 
     assert_same(train(sampled=True), train(sampled=False))
+
+
+@pytest.mark.parametrize("sampling", ["auto", "loop"])
+def test_a_layer_that_is_used_twice_stays_the_models_own(sampling):
+    layer, norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4).eval()
+    model = torch.nn.Sequential(layer, norm, torch.nn.Tanh(), layer, norm, torch.nn.Linear(4, 2))
+    inputs = torch.randn(16, 4)
+    before, parameters = model(inputs), list(model.named_parameters())
+    objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [inputs])
+    egop.estimate(objective, structure=egop.Shared(), samples=8, sampling=sampling, progress=False)
+    assert all(ours is theirs for (_, ours), (_, theirs) in zip(parameters, model.named_parameters(), strict=True))
+    assert torch.equal(model(inputs), before)
+    assert layer.weight is model[3].weight
+
+
+def test_an_interrupt_before_sampling_leaves_the_tensors_of_a_function(monkeypatch):
+    theta = torch.zeros(3)
+    objective = egop.Objective.from_function(lambda theta: theta.square().sum(), {"theta": theta})
+    trainable = objective._trainable_parameters
+
+    def interrupt():
+        trainable()
+        objective._sampled = {}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(objective, "_trainable_parameters", interrupt)
+    with pytest.raises(KeyboardInterrupt), objective.preserve():
+        pass
+    assert objective.parameters["theta"] is theta

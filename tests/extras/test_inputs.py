@@ -115,3 +115,13 @@ def test_data_of_another_width_is_refused_before_anything_changes(basis):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         egop.extras.rotate_inputs(model, basis, torch.zeros(2, 6), torch.zeros(2, 7))
     assert cases.state_of(model) == before
+
+
+def test_integers_are_refused_before_anything_changes():
+    model = nn.Sequential(nn.Linear(3, 2))
+    objective = egop.Objective(model, lambda model, batch: model(batch).square().mean(), [torch.randn(8, 3)])
+    basis = egop.estimate(objective, partition={"first": ["0.weight"]}, structure=egop.Shared(), progress=False)
+    before = model[0].weight.detach().clone()
+    with pytest.raises(TypeError, match=r"convert data of torch\.uint8 first"):
+        egop.extras.rotate_inputs(model, basis, torch.ones(4, 3), torch.ones(4, 3, dtype=torch.uint8))
+    assert torch.equal(model[0].weight, before)

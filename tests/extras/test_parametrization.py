@@ -12,6 +12,7 @@ from torch import nn
 import cases
 import egop
 from cases import DEEP, MLP, MODELS, OptimizerCase
+from egop.basis import Block
 from explicit import basis_of, distance, identical, logistic
 
 RECURRENT, ATTENTION = MODELS[3], MODELS[4]
@@ -179,3 +180,29 @@ def test_tied_weights_are_refused_and_stay_tied():
     with pytest.raises(ValueError, match=r"'0\.weight' is tied to '1\.weight', and a parametrization would untie them"):
         egop.extras.parametrize(model, basis)
     assert model[1].weight is model[0].weight
+
+
+def make_parametrized():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model[0].weight.requires_grad_(False)
+    bases = [
+        egop.Shared().change(block, {"basis": torch.linalg.qr(torch.randn(size, size))[0]})
+        for block, size in ((block_of("0.weight", (3, 4)), 4), (block_of("1.weight", (2, 3)), 3))
+    ]
+    return egop.extras.parametrize(model, egop.Basis(bases))
+
+
+def block_of(name, shape):
+    return Block(name, (name,), (torch.Size(shape),), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_parametrized_model_may_be_cast(dtype):
+    model = make_parametrized().to(dtype)
+    assert model(torch.ones(2, 4, dtype=dtype)).dtype == dtype
+    assert {parameter.dtype for parameter in egop.extras.merge(model).parameters()} == {dtype}
+
+
+def test_merged_weights_that_were_frozen_stay_frozen():
+    model = egop.extras.merge(make_parametrized())
+    assert [model[0].weight.requires_grad, model[1].weight.requires_grad] == [False, True]

@@ -227,3 +227,52 @@ def test_a_model_that_is_moved_elsewhere_trains_on_there(kind, dtype):
             assert all(value.isfinite().all() for value in end.values())
         else:
             assert distance(end, straight) < (1e-3 if dtype is torch.float32 else 2e-2), moves
+
+
+def make_groups(model, refresh=None):
+    """Put half of the layers in a group of its own, with another learning rate."""
+    groups = [{"params": list(model[0].parameters()), "lr": 0.1}, {"params": list(model[2:].parameters()), "lr": 0.001}]
+    return egop.ReparameterizedOptimizer(groups, torch.optim.AdamW, egop.Basis([]) if refresh is None else None,
+                                         model=model, refresh=refresh)  # fmt: skip
+
+
+def take_to_the_second_group(optimizer):
+    first, second = optimizer.param_groups
+    for key in ("params", "param_names"):
+        second[key].insert(0, first[key].pop())
+
+
+def merge_groups(optimizer):
+    first, second = optimizer.param_groups
+    for key in ("params", "param_names"):
+        first[key] += second[key]
+    del optimizer.param_groups[1]
+
+
+@pytest.mark.parametrize("refresh", [None, egop.Online(every=2)])
+@pytest.mark.parametrize("edit", [take_to_the_second_group, merge_groups])
+def test_parameters_that_move_to_another_group_get_its_settings(edit, refresh):
+    model = MLP.build()
+    optimizer = make_groups(model, refresh)
+    steps(model, optimizer, 3)
+    edit(optimizer)
+    expected = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    steps(model, optimizer, 1, first=3)
+    for name, parameter in model.named_parameters():
+        size = float((parameter - before[name]).abs().max())
+        assert 0.02 * expected[name] < size < 3 * expected[name], (name, size)
+
+
+def test_an_exchange_before_the_first_step_rotates_the_right_weights():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    groups = [{"params": [model[0].weight]}, {"params": [model[2].weight]}]
+    optimizer = egop.ReparameterizedOptimizer(groups, torch.optim.Adam, model=model, refresh=egop.Online(), lr=0.01)
+    first, second = (group["params"] for group in optimizer.param_groups)
+    first[0], second[0] = second[0], first[0]
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    (block,) = optimizer.blocks
+    assert block.name == "0.weight"
+    assert block.originals[0] is model[0].weight

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -156,8 +158,9 @@ def test_weights_that_share_memory_are_refused(late):
         optimizer = egop.EGOP(model)
         model[1].weight = nn.Parameter(model[0].weight.data)
         optimizer.param_groups[0]["params"][1] = model[1].weight
-        with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' share memory"):
-            step(model, optimizer, 0)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"'0.weight' and '1.weight' share memory"):
+                step(model, optimizer, 0)
 
 
 @pytest.mark.parametrize("option", ["maximize", "amsgrad", "capturable", "differentiable"])
@@ -235,3 +238,72 @@ def test_text_shows_the_settings_of_each_group():
     text = str(egop.EGOP(groups, model=model))
     assert "group 0: 4 tensors, lr 0.001, betas (0.9, 0.95), eps 1e-08, weight_decay 0.01, " in text
     assert "group 1: 4 tensors, weight_decay 0, lr 0.5, " in text
+
+
+def swap(optimizer):
+    parameters = optimizer.param_groups[0]["params"]
+    parameters[0], parameters[1] = parameters[1], parameters[0]
+
+
+@pytest.mark.parametrize("way", ["state_dict", "load_state_dict", "deepcopy", "pickle"])
+def test_an_edit_is_followed_before_anything_is_saved_loaded_or_copied(way):
+    model, other = build(), build()
+    optimizer, again = (egop.EGOP(each, lr=1e-2) for each in (model, other))
+    for seed in range(4):
+        step(model, optimizer, seed)
+        step(other, again, seed)
+    saved = copy.deepcopy(optimizer.state_dict())
+    swap(again)
+    if way == "state_dict":
+        state = again.state_dict()
+        again = egop.EGOP([(name, other.get_parameter(name)) for name in state["param_groups"][0]["param_names"]],
+                          model=other)  # fmt: skip
+        again.load_state_dict(state)
+    elif way == "load_state_dict":
+        with pytest.raises(ValueError, match=r"other parameters than this optimizer: '0\.weight' instead"):
+            again.load_state_dict(saved)
+    else:
+        make_copy = copy.deepcopy if way == "deepcopy" else lambda pair: pickle.loads(pickle.dumps(pair))
+        other, again = make_copy((other, again))
+    for seed in range(4, 8):
+        step(model, optimizer, seed)
+        step(other, again, seed)
+    assert identical(cases.parameters_of(model), cases.parameters_of(other))
+
+
+def test_a_refused_edit_changes_nothing():
+    model = build()
+    optimizer = egop.EGOP(model, lr=1e-2)
+    step(model, optimizer, 0)
+    parameters = optimizer.param_groups[0]["params"]
+    before = list(parameters)
+    parameters[0] = nn.Parameter(before[0].detach().clone())
+    parameters[1] = nn.Parameter(torch.ones(3, 3))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="was replaced by one of shape"):
+            optimizer.step()
+    parameters[:] = before
+    step(model, optimizer, 1)
+    assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
+
+
+def test_a_copy_remembers_roles():
+    model = build()
+    other, optimizer = copy.deepcopy((model, egop.EGOP(model)))
+    (group,) = optimizer.param_groups
+    place = group["param_names"].index("3.weight")
+    head, _ = group["params"].pop(place), group["param_names"].pop(place)
+    step(other, optimizer, 0)
+    group["params"].append(head)
+    group["param_names"].append("3.weight")
+    step(other, optimizer, 1)
+    assert optimizer.plan.unrotated["3.weight"] == "the output head"
+
+
+def test_a_tied_weight_keeps_the_name_it_was_given():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False), "c": nn.Linear(4, 4)})
+    model["b"].weight = model["a"].weight
+    optimizer = egop.EGOP(model["c"].named_parameters("c"), model=model)
+    optimizer.add_param_group({"params": [("b.weight", model["a"].weight)]})
+    step(model, optimizer, 0)
+    assert optimizer.param_groups[1]["param_names"] == ["b.weight"]

@@ -88,7 +88,9 @@ def _parse(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Conten
         if "spectrum" in entry:
             spectra[name] = Spectrum(entries.pop(_EIGENVALUES), entries.pop(_DENSITY), **entry["spectrum"])
             values, density = spectra[name].eigenvalues, spectra[name].density
-            if values.dim() != 1 or values.shape != density.shape or not (values + density).isfinite().all():
+            is_vector = values.dim() == 1 and values.shape == density.shape and (values + density).isfinite().all()
+            is_real = values.is_floating_point() and density.is_floating_point()
+            if not is_vector or not is_real or not isinstance(spectra[name].reliability, float | None):
                 raise ValueError(f"Block '{name}' has an invalid spectrum.")
         changes.append(build_change(entry, entries))
     check_disjoint([change.block for change in changes])
@@ -122,7 +124,8 @@ def build_change(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Cha
 def _is_possible(block: Block) -> bool:
     members = list(zip(block.parameters, block.shapes, block.transposed, block.stacked, strict=True))
     return bool(members) and all(
-        isinstance(name, str)
+        isinstance(block.name, str)
+        and isinstance(name, str)
         and all(size > 0 for size in shape)
         and 0 <= stack <= max(0, len(shape) - 2)
         and (groups == 0 or (groups > 0 and len(shape[stack:]) >= 2 and shape[stack] % groups == 0))

@@ -114,7 +114,8 @@ class Trainer:
             for done in range(0, steps, every):
                 count = min(every, steps - done)
                 for module, training in modes:
-                    module.training = training
+                    if module.training is not training:
+                        module.train(training)
                 _switch(optimizer, "train")
                 began = clock()
                 for index in itertools.islice(stream, count):

@@ -37,7 +37,6 @@ from egop.numerics import check_positive_int, outside_inference_mode
 logger = logging.getLogger("egop")
 
 _MORE_SAMPLES = 4  # if there are too few samples, advise this many times as many
-_MANY_SAMPLES = 16  # per direction: if they do not suffice, more will not either
 _MAX_LISTED = 3  # maximum number of names in a message
 
 
@@ -269,19 +268,11 @@ def _warn_if_too_few_samples(spectra: Mapping[str, Spectrum]) -> None:
     unsupported = {name: spectrum for name, spectrum in spectra.items() if not spectrum.is_supported}
     if not unsupported or processes.rank() != 0:
         return
-    flat = [name for name, each in unsupported.items() if each.samples >= _MANY_SAMPLES * len(each.eigenvalues)]
-    if flat:
-        logger.warning(
-            "The spectrum of %s is flat: no direction matters more than others. To leave a weight in original "
-            "coordinates, name only the others in structure=, as in {'0.weight': egop.Shared()}.",
-            list_first([f"'{name}'" for name in flat], _MAX_LISTED),
-        )
-    unsupported = {name: spectrum for name, spectrum in unsupported.items() if name not in flat}
-    if not unsupported:
-        return
     samples = max(spectrum.samples for spectrum in unsupported.values())
     logger.warning(
-        "%s too few for the basis of %s: more than half of the spectrum is sampling noise. Use samples=%d.",
+        "%s too few for the basis of %s: more than half of the spectrum is sampling noise. Use samples=%d. If "
+        "more samples have not helped, the spectrum may be flat: leave the weight in original coordinates by naming only "
+        "the others in structure=, as in {'0.weight': egop.Shared()}.",
         "1 draw is" if samples == 1 else f"{samples} draws are",
         list_first([f"'{name}'" for name in unsupported], _MAX_LISTED),
         _MORE_SAMPLES * samples,

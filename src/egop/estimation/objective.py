@@ -157,7 +157,13 @@ class Objective:
         """Compute the loss at ``values`` as a pure function of them, for use with ``torch.func``."""
         names = {name: strip_compile_prefix(name) for name, _ in self._model.named_parameters()}
         named = {f"model.{name}": values[plain] for name, plain in names.items() if plain in values}
-        return _as_scalar(torch.func.functional_call(self._caller, named, (self._loss_fn, batch)))
+        # functional_call leaves its own tensors in a layer that the model has twice.
+        own = [(part, dict(part._parameters)) for part in self._model.modules()]
+        try:
+            return _as_scalar(torch.func.functional_call(self._caller, named, (self._loss_fn, batch)))
+        finally:
+            for part, parameters in own:
+                part._parameters.update(parameters)
 
     def gradients(self, values: Mapping[str, Tensor], batch: Any, names: Sequence[str]) -> tuple[Tensor, list[Tensor]]:
         """Compute the loss at ``values`` and its gradients with respect to the named parameters.
@@ -220,10 +226,10 @@ class Objective:
             if self._sampled is None:
                 self._load_tensors()
             restore = _take_snapshot(self._model)
-            self._sampled = self._trainable_parameters()
-            if self._current is None:
-                self._current = {name: parameter.detach().clone() for name, parameter in self._sampled.items()}
             try:
+                self._sampled = self._trainable_parameters()
+                if self._current is None:
+                    self._current = {name: parameter.detach().clone() for name, parameter in self._sampled.items()}
                 if seed is not None:
                     seed_everything(seed)
                 yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -84,8 +85,9 @@ def merge(model: nn.Module) -> nn.Module:
         for name, entries in list(getattr(part, "parametrizations", {}).items()):
             if isinstance(entries[0], _DecodedTensor):
                 value = getattr(part, name).detach().clone()
+                is_trained = any(coordinates.requires_grad for coordinates in entries.parameters())
                 torch_parametrize.remove_parametrizations(part, name, leave_parametrized=True)
-                setattr(part, name, nn.Parameter(value))
+                setattr(part, name, nn.Parameter(value, requires_grad=is_trained))
     return model
 
 
@@ -130,6 +132,8 @@ def rotate_inputs(model: nn.Module, basis: Basis, *inputs: Tensor, inverse: bool
             f"Block '{name}' has structure {change.kind}{side}. Only a rotation that all rows share can be moved "
             "into the data: estimate the basis with structure=egop.Shared()."
         )
+    if integers := [data.dtype for data in inputs if not data.is_floating_point()]:
+        raise TypeError(f"Rotated data are real numbers: convert data of {integers[0]} first, as in data.float().")
     rotation = change.tensors["basis"].mT if inverse else change.tensors["basis"]
     rotated = tuple(data @ rotation.to(data) for data in inputs)  # first, because it fails if the data do not fit
     layer.weight.copy_(layer.weight @ rotation.to(layer.weight))
@@ -156,6 +160,11 @@ class _DecodedTensor(nn.Module):
         change = self.change.with_tensors({name: getattr(self, f"basis_{name}") for name in self.change.tensors})
         (decoded,) = change.decode(coordinates)
         return (decoded if self.rest is None else decoded + self.rest).to(self.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype  # follow casts of the model
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def right_inverse(self, tensor: Tensor) -> Sequence[Tensor]:
         return tuple(coordinates.clone() for coordinates in self.change.encode(tensor.to(self.change.block.dtype)))

@@ -231,6 +231,7 @@ class BoundParameters:
     def __init__(self, groups: Groups = ()) -> None:
         self.names = [strip_compile_prefix(name) for group in groups for name in group["param_names"]]
         self.tensors = _list_parameters(groups)
+        self.sizes = [len(group["params"]) for group in groups]
         self.kinds = list(map(_get_kind, self.tensors))
 
     def matches(self, groups: Groups) -> bool:
@@ -240,6 +241,8 @@ class BoundParameters:
             if len(group.get("param_names", ())) != len(group["params"]):
                 return False
             tensors += group["params"]
+        if [len(group["params"]) for group in groups] != self.sizes:
+            return False
         is_same = len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
         return is_same and list(map(_get_kind, tensors)) == self.kinds
 

@@ -274,14 +274,14 @@ def rebuild(engine: Engine, edits: Mapping[Tensor, Mapping[Any, Any]]) -> Restor
     groups = engine.param_groups
     before = [group.get("param_names") for group in groups]
     try:
+        names = iter(engine.bound.find_names(groups))
+        for group in groups:  # first, since the export may create blocks
+            group["param_names"] = [next(names) for _ in group["params"]]
         states, block_of = export_state(engine, complete=True), map_to_blocks(engine.blocks)
         for parameter, edited in edits.items():
             states[parameter] = _apply_edit(states[parameter], edited, block_of.get(id(parameter)), parameter)
         bound = zip(engine.bound.names, engine.bound.tensors, strict=True)
         entries = {name: states.pop(tensor) for name, tensor in bound}
-        names = iter(engine.bound.find_names(groups))
-        for group in groups:
-            group["param_names"] = [next(names) for _ in group["params"]]
         ordered = [entries[name] for group in groups for name in group["param_names"]]
         _check_about([read_about(entry) for entry in ordered], groups, engine.base.name)
         parts = _restore(engine, ordered, states, groups)

@@ -60,12 +60,15 @@ class WeightChoice:
         self.exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude or ())
         if wrong := [pattern for pattern in self.exclude if not isinstance(pattern, str)]:
             raise TypeError(f"exclude must be name patterns such as '*.gate', got {type(wrong[0]).__name__}.")
+        self.roles: dict[str, Role] = {}
         self.matrices: dict[str, Matrix] = {}
         self.left: dict[str, str] = {}  # why a weight is left to AdamW
 
     def add(self, named: Mapping[str, Tensor], index: ModuleIndex | None) -> None:
         """Choose how to step these parameters by their roles in the module; without a module, guess the roles."""
-        for name, role in find_roles(named, index).items():
+        for name, found in find_roles(named, index).items():
+            # A copy has no module to ask for the roles of known parameters.
+            role = self.roles[name] = found if index is not None else self.roles.get(name, found)
             self.matrices.pop(name, None)
             self.left.pop(name, None)
             if role.kind in ("bias", "norm"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,15 @@ _HALF = {torch.float16, torch.bfloat16}
 _REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")  # options of AdamW that EGOP does not have
 
 _Kind = tuple[int, Matrix]  # matrices that are stepped alike, by the index of their group
+
+
+class _Change(NamedTuple):
+    """A parameter in the groups, and the one that had its name before."""
+
+    name: str
+    parameter: Tensor
+    before: Tensor | None
+    kind: tuple[Any, ...] | None  # dtype, device and shape of the one before when it was bound
 
 
 class EGOP(Optimizer):
@@ -117,7 +126,7 @@ class EGOP(Optimizer):
         self._is_built = True
         self._bound = BoundParameters(self.param_groups)
         self._choice.check(self._bound.names, self._index)
-        self._check_memory()
+        self._check_memory(dict(zip(self._bound.names, self._bound.tensors, strict=True)))
 
     @property
     def plan(self) -> Plan:
@@ -237,6 +246,11 @@ class EGOP(Optimizer):
                 self._forget_empty_step()
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything needed to resume exactly."""
+        self._follow_changes()
+        return super().state_dict()
+
     @outside_inference_mode
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of an optimizer with the same parameters and the same ``rotate``.
@@ -244,6 +258,7 @@ class EGOP(Optimizer):
         Raises:
             ValueError: if it does not fit. Nothing is changed then.
         """
+        self._follow_changes()
         loaded: dict[str, Any] = {}
         options = self.defaults.keys() - set(_REFUSED)  # torch adds some of these
 
@@ -284,6 +299,7 @@ class EGOP(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; the model is left out."""
+        self._follow_changes()
         return super().__getstate__() | {"_choice": self._choice}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -323,14 +339,22 @@ class EGOP(Optimizer):
         if self._bound.matches(self.param_groups):
             return
         names = self._find_names()
-        before = dict(zip(self._bound.names, zip(self._bound.tensors, self._bound.kinds, strict=True), strict=True))
-        for group, own in zip(self.param_groups, names, strict=True):
-            for name, parameter in zip(own, group["params"], strict=True):
-                self._bind(name, parameter, *before.get(name, (None, None)))
+        pairs = zip(self._bound.names, zip(self._bound.tensors, self._bound.kinds, strict=True), strict=True)
+        before = dict(pairs)
+        changes = [
+            _Change(name, parameter, *before.get(name, (None, None)))
+            for own, group in zip(names, self.param_groups, strict=True)
+            for name, parameter in zip(own, group["params"], strict=True)
+        ]
+        # First all that may be refused, so that nothing has changed then.
+        for change in changes:
+            self._check_change(change)
+        self._check_memory({change.name: change.parameter for change in changes})
+        for change in changes:
+            self._apply_change(change)
         for group, own in zip(self.param_groups, names, strict=True):
             group["param_names"] = own
         self._bound = BoundParameters(self.param_groups)
-        self._check_memory()
         self._engine.reset_graphs()  # its stacks hold parameters and state that may have been replaced
 
     def _find_names(self) -> list[list[str]]:
@@ -347,7 +371,7 @@ class EGOP(Optimizer):
             own = []
             for parameter, place in zip(parameters, places, strict=True):
                 from_model = self._index.names(parameter) if self._index and id(parameter) not in known else []
-                name = known.get(id(parameter)) or next(iter(from_model), place)
+                name = known.get(id(parameter)) or (place if place in from_model else next(iter(from_model), place))
                 if not name or name in taken:
                     raise ValueError(
                         f"egop.EGOP cannot tell which parameter the one of shape {tuple(parameter.shape)} in "
@@ -358,33 +382,33 @@ class EGOP(Optimizer):
             found.append(own)
         return found
 
-    def _bind(self, name: str, parameter: Tensor, before: Tensor | None, kind: tuple[Any, ...] | None) -> None:
-        """Move the state of a parameter to the one that has taken its place, and follow casts and moves.
+    def _find_owner(self, change: _Change) -> Tensor:
+        """Return the parameter whose state the new one takes over: its own, if it has any."""
+        before, parameter = change.before, change.parameter
+        return before if before is not None and before in self.state and parameter not in self.state else parameter
 
-        Args:
-            name: the name of both.
-            parameter: the parameter that has the name now.
-            before: the one that had it until now, if any.
-            kind: dtype, device and shape that it had then.
-        """
-        owner = before if before is not None and before in self.state and parameter not in self.state else parameter
-        state = self.state.get(owner, {})
-        shape = state["exp_avg"].shape if "exp_avg" in state else parameter.shape if kind is None else kind[-1]
-        if len(shape) != parameter.dim() or (state and shape != parameter.shape):
+    def _check_change(self, change: _Change) -> None:
+        state = self.state.get(self._find_owner(change), {})
+        now = change.parameter.shape
+        shape = state["exp_avg"].shape if "exp_avg" in state else now if change.kind is None else change.kind[-1]
+        if len(shape) != len(now) or (state and shape != now):
             raise ValueError(
-                f"Parameter '{name}' of shape {tuple(shape)} was replaced by one of shape {tuple(parameter.shape)}, "
-                "which its state does not fit. Create a new optimizer."
+                f"Parameter '{change.name}' of shape {tuple(shape)} was replaced by one of shape {tuple(now)}, which "
+                "its state does not fit. Create a new optimizer."
             )
-        if kind is None or kind[-1] != parameter.shape:
+
+    def _apply_change(self, change: _Change) -> None:
+        """Move the state of a parameter to the one that has taken its place, and follow casts and moves."""
+        name, parameter = change.name, change.parameter
+        if change.kind is None or change.kind[-1] != parameter.shape:
             self._choice.add({name: parameter}, self._index)
-        if owner is not parameter:
+        if (owner := self._find_owner(change)) is not parameter:
             self.state[parameter] = self.state.pop(owner)
         if parameter in self.state:
             self._cast_state(parameter, is_matrix=name in self._choice.matrices)
 
-    def _check_memory(self) -> None:
-        named = zip(self._bound.names, self._bound.tensors, strict=True)
-        check_separate_memory({name: parameter for name, parameter in named if name in self._choice.matrices})
+    def _check_memory(self, named: Mapping[str, Tensor]) -> None:
+        check_separate_memory({name: parameter for name, parameter in named.items() if name in self._choice.matrices})
 
     def _cast_state(self, parameter: Tensor, *, is_matrix: bool) -> None:
         """Bring the state of a parameter to its dtype and device; the state of matrices is at least float32."""
