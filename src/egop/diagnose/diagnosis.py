@@ -189,7 +189,7 @@ def diagnose(
 
     Raises:
         ValueError: if AdamW does not lower the loss at any learning rate, or if there is nothing to train.
-        TimeoutError: if the budget is used up before AdamW's first run is finished.
+        TimeoutError: if the budget is used up before AdamW lowers the loss.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))

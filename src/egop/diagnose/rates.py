@@ -120,7 +120,7 @@ def find_lr(
 
     Raises:
         ValueError: if no rate lowers the loss, or if there is nothing to train.
-        TimeoutError: if the budget is used up before the first run is finished.
+        TimeoutError: if the budget is used up before any run lowers the loss.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)

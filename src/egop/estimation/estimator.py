@@ -271,8 +271,8 @@ def _warn_if_too_few_samples(spectra: Mapping[str, Spectrum]) -> None:
     samples = max(spectrum.samples for spectrum in unsupported.values())
     logger.warning(
         "%s too few for the basis of %s: more than half of the spectrum is sampling noise. Use samples=%d. If "
-        "more samples have not helped, the spectrum may be flat: leave the weight in original coordinates by naming only "
-        "the others in structure=, as in {'0.weight': egop.Shared()}.",
+        "more samples have not helped, the spectrum may be flat: leave the weight in original coordinates by naming "
+        "only the others in structure=, as in {'0.weight': egop.Shared()}.",
         "1 draw is" if samples == 1 else f"{samples} draws are",
         list_first([f"'{name}'" for name in unsupported], _MAX_LISTED),
         _MORE_SAMPLES * samples,

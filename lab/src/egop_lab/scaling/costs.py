@@ -18,7 +18,7 @@ from egop_lab.formatting import format_bytes, format_count, format_table, plural
 
 SOAP_LIMIT = 10_000  # pytorch_optimizer's max_precondition_dim: wider sides are not rotated
 NEWTON_SCHULZ = 5  # iterations in a step of Muon and PolarAdam
-EVERY = egop.Online().every
+
 STRUCTURES = (egop.Shared(), egop.Kronecker(), egop.Full(), egop.Auxiliary(rank=16), egop.Reduced(rank=16))
 
 _HEADER = [
@@ -251,7 +251,7 @@ class Report:
             format_table(_HEADER, [self._format_row(estimate) for estimate in self.estimates]),
             "",
             "one, DDP and FSDP2: bytes per parameter of the model that a device holds between two steps",
-            f"gathers: all-gathers of the optimizer in each step under FSDP2; reduces: all-reduces every {EVERY} steps",
+            "gathers: all-gathers of the optimizer in each step under FSDP2; reduces: collectives at a renewal",
             f"products: flops of basis products and Newton-Schulz iterations in a step{relative}",
             *self.notes,
         ]

@@ -77,7 +77,7 @@ class Shared(Structure):
 
     Each expert of a stack has its own basis.
 
-    Every row of a gradient contributes to the basis, so few draws are needed: by default, 1000 rows per layer.
+    Every row of a gradient contributes to the basis, so few draws are needed: by default, 1000 rows, or 64 draws.
     If the rows of a gradient are nearly the same, this is too few, and :func:`egop.estimate` warns.
 
     Args:
