@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 
 from egop.basis import Basis, ModuleIndex, Plan, Shared, has_norm_layers, strip_compile_prefix
-from egop.distributed import to_full, to_local, to_local_parts
+from egop.distributed import to_full, to_local
 from egop.formatting import pluralize
 from egop.numerics import outside_inference_mode, without_autocast
 from egop.optim import PolarAdam, RotatedPolarAdam, measure_rotation
 from egop.optimizer import BoundParameters, check_separate_memory, format_groups, name_groups
+from egop.recipes.adamw import MOMENTS, read_numbers, step_adamw
+from egop.recipes.changes import Change, find_changes
 from egop.recipes.choice import Matrix, WeightChoice
 from egop.recipes.state_dicts import check_state_dict
 
@@ -25,20 +26,10 @@ __all__ = ["EGOP"]
 
 # Root mean square of the update of a square matrix before the learning rate, with and without normalization layers.
 _NORMALIZED_RMS, _PLAIN_RMS = 0.4, 0.2
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _HALF = {torch.float16, torch.bfloat16}
 _REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")  # options of AdamW that EGOP does not have
 
 _Kind = tuple[int, Matrix]  # matrices that are stepped alike, by the index of their group
-
-
-class _Change(NamedTuple):
-    """A parameter in the groups, and the one that had its name before."""
-
-    name: str
-    parameter: Tensor
-    before: Tensor | None
-    kind: tuple[Any, ...] | None  # dtype, device and shape of the one before when it was bound
 
 
 class EGOP(Optimizer):
@@ -240,7 +231,7 @@ class EGOP(Optimizer):
                     own[0].append(parameter)
                     own[1].append(gradient)
             for group, outside in zip(self.param_groups, others, strict=True):
-                self._step_adamw(group, *outside)
+                step_adamw(group, *outside, self.state)
             self._step_matrices(matrices)
             if is_first and all(float(group["lr"]) == 0 for group in self.param_groups):
                 self._forget_empty_step()
@@ -338,56 +329,25 @@ class EGOP(Optimizer):
         """Let names and state follow parameters that were replaced, cast or moved, also to another place or group."""
         if self._bound.matches(self.param_groups):
             return
-        names = self._find_names()
-        pairs = zip(self._bound.names, zip(self._bound.tensors, self._bound.kinds, strict=True), strict=True)
-        before = dict(pairs)
-        changes = [
-            _Change(name, parameter, *before.get(name, (None, None)))
-            for own, group in zip(names, self.param_groups, strict=True)
-            for name, parameter in zip(own, group["params"], strict=True)
-        ]
+        groups = find_changes(self.param_groups, self._bound, self._index)
+        changes = [change for own in groups for change in own]
         # First all that may be refused, so that nothing has changed then.
         for change in changes:
             self._check_change(change)
         self._check_memory({change.name: change.parameter for change in changes})
         for change in changes:
             self._apply_change(change)
-        for group, own in zip(self.param_groups, names, strict=True):
-            group["param_names"] = own
+        for group, own in zip(self.param_groups, groups, strict=True):
+            group["param_names"] = [change.name for change in own]
         self._bound = BoundParameters(self.param_groups)
         self._engine.reset_graphs()  # its stacks hold parameters and state that may have been replaced
 
-    def _find_names(self) -> list[list[str]]:
-        """Return the names of the parameters of each group.
-
-        A new parameter has its name in the model, or takes the name of the one whose place it takes.
-        """
-        known = dict(zip(map(id, self._bound.tensors), self._bound.names, strict=True))
-        taken: set[str] = set()
-        found = []
-        for group in self.param_groups:
-            parameters, names = group["params"], group.get("param_names", [])
-            places = names if len(names) == len(parameters) else [""] * len(parameters)
-            own = []
-            for parameter, place in zip(parameters, places, strict=True):
-                from_model = self._index.names(parameter) if self._index and id(parameter) not in known else []
-                name = known.get(id(parameter)) or (place if place in from_model else next(iter(from_model), place))
-                if not name or name in taken:
-                    raise ValueError(
-                        f"egop.EGOP cannot tell which parameter the one of shape {tuple(parameter.shape)} in "
-                        "param_groups is. Add parameters with optimizer.add_param_group."
-                    )
-                own.append(name)
-                taken.add(name)
-            found.append(own)
-        return found
-
-    def _find_owner(self, change: _Change) -> Tensor:
+    def _find_owner(self, change: Change) -> Tensor:
         """Return the parameter whose state the new one takes over: its own, if it has any."""
         before, parameter = change.before, change.parameter
         return before if before is not None and before in self.state and parameter not in self.state else parameter
 
-    def _check_change(self, change: _Change) -> None:
+    def _check_change(self, change: Change) -> None:
         state = self.state.get(self._find_owner(change), {})
         now = change.parameter.shape
         shape = state["exp_avg"].shape if "exp_avg" in state else now if change.kind is None else change.kind[-1]
@@ -397,7 +357,7 @@ class EGOP(Optimizer):
                 "its state does not fit. Create a new optimizer."
             )
 
-    def _apply_change(self, change: _Change) -> None:
+    def _apply_change(self, change: Change) -> None:
         """Move the state of a parameter to the one that has taken its place, and follow casts and moves."""
         name, parameter = change.name, change.parameter
         if change.kind is None or change.kind[-1] != parameter.shape:
@@ -439,7 +399,7 @@ class EGOP(Optimizer):
             group, settings = self.param_groups[index], self._settings.setdefault((index, matrix), {})
             if not settings:
                 settings |= self._engine.defaults | {"matrices_last": matrix.stacked > 0}
-            settings["lr"], settings["eps"], settings["weight_decay"] = _read_numbers(group)
+            settings["lr"], settings["eps"], settings["weight_decay"] = read_numbers(group)
             settings["betas"], settings["every"] = group["betas"], group["every"]
             settings["update_rms"] = matrix.gain * group["update_rms"]
             # A weight in half precision is stepped through its float32 copy, with the state of the weight itself.
@@ -453,42 +413,9 @@ class EGOP(Optimizer):
         for parameter, weight in copies:
             to_local(parameter).copy_(to_local(weight))
 
-    def _step_adamw(self, group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        if not parameters:
-            return
-        fused = group["fused"]
-        states = [self.state[parameter] or self._start_adamw(parameter, fused=fused) for parameter in parameters]
-        lr, eps, weight_decay = _read_numbers(group)
-        adamw(
-            to_local_parts(parameters),
-            to_local_parts(gradients),
-            to_local_parts([state["exp_avg"] for state in states]),
-            to_local_parts([state["exp_avg_sq"] for state in states]),
-            [],
-            [state["step"] for state in states],
-            foreach=group["foreach"],
-            fused=fused,
-            has_complex=any(map(torch.is_complex, parameters)),
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=False,
-        )
-
-    def _start_adamw(self, parameter: Tensor, *, fused: bool | None) -> dict[str, Any]:
-        """Create the state of a parameter as torch's AdamW does."""
-        state: dict[str, Any] = self.state[parameter]
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
-        for name in _MOMENTS:
-            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return state
-
     def _expect_shapes(self, name: str, parameter: Tensor, entry: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the state of a parameter. A weight has a master copy if it was saved with one."""
-        shapes = {"step": (), **dict.fromkeys(_MOMENTS, tuple(parameter.shape))}
+        shapes = {"step": (), **dict.fromkeys(MOMENTS, tuple(parameter.shape))}
         if matrix := self._choice.matrices.get(name):
             if self.defaults["rotate"]:
                 shapes["basis"] = matrix.basis_shape(parameter)
@@ -510,12 +437,6 @@ def _make_engine(settings: Mapping[str, Any]) -> PolarAdam:
     names = ("lr", "betas", "eps", "weight_decay", "update_rms", *(("every",) if settings["rotate"] else ()))
     options = {name: settings[name] for name in names}
     return (RotatedPolarAdam if settings["rotate"] else PolarAdam)([{"params": []}], **options)
-
-
-def _read_numbers(group: Mapping[str, Any]) -> list[Any]:
-    """Return lr, eps and weight decay, which may be any kind of number; torch's functions want their own kinds."""
-    values = (group["lr"], group["eps"], group["weight_decay"])
-    return [value if isinstance(value, Tensor) else float(value) for value in values]
 
 
 def _find_master(parameter: Tensor, state: dict[str, Any]) -> Tensor:
