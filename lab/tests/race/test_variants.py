@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from egop.optim import RotatedPolarAdam
+from egop_lab.race import train
+from egop_lab.race.problems import make_problem
+from egop_lab.race.tasks import TASKS, Run
 from egop_lab.race.variants import VariantPolarAdam
 
 
@@ -32,3 +35,19 @@ def test_without_options_the_variant_takes_the_steps_of_egop(shape):
     torch.testing.assert_close(same, egop, rtol=0, atol=2e-4)
     for other in others:
         assert (other - egop).abs().max() > 2e-3
+
+
+@pytest.mark.parametrize("scale", [2, 4])
+def test_parameters_outside_may_have_a_multiple_of_the_rate(scale, monkeypatch):
+    task = TASKS["tiny"]
+    run = Run(
+        task="tiny", method=f"EGOP, outside rate x {scale}", steps=4, seed=0, rate=10, beta=0.95, warmup=2, clip=1.0
+    )
+    made = []
+    make = train.make_optimizer
+    monkeypatch.setattr(train, "make_optimizer", lambda *arguments: made.append(make(*arguments)) or made[0])
+    train.train(make_problem(task, None, torch.device("cpu")), task, run)
+    inside, outside = made[0].param_groups[0], made[0].param_groups[-1]
+    assert outside["lr"] == scale * inside["lr"] > 0
+    assert "update_rms" in inside
+    assert "update_rms" not in outside

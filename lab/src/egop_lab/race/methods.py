@@ -70,12 +70,13 @@ def build_sgd(setup: Setup) -> Optimizer:
     return SGD(setup.model.parameters(), momentum=setup.beta, **setup.shared)
 
 
-def build_beside(setup: Setup, kind: Callable[..., Optimizer], **options: Any) -> Optimizer:
-    """Build an optimizer for the hidden weights, with AdamW outside."""
+def build_beside(setup: Setup, kind: Callable[..., Optimizer], outside_scale: float = 1.0, **options: Any) -> Optimizer:
+    """Build an optimizer for the hidden weights, with AdamW outside; its learning rate may be a multiple."""
     parameters = dict(setup.model.named_parameters())
     hidden = [parameters.pop(name) for name in setup.hidden]
     inside = kind(hidden, **setup.shared, **options)
-    return CombinedOptimizer(inside, AdamW(parameters.values(), **setup.shared, **setup.adamw(setup.beta2)))
+    groups = [{"params": list(parameters.values()), "scale": outside_scale}]
+    return CombinedOptimizer(inside, AdamW(groups, **setup.shared, **setup.adamw(setup.beta2)))
 
 
 def build_rotated(
@@ -158,6 +159,8 @@ METHODS: dict[str, Callable[[Setup], Optimizer]] = {
     "EGOP, random rotation": build_random,
     "EGOP, squared momentum": build_of_momentum,
     "EGOP, momentum 0.95": lambda setup: build_polar(setup, RotatedPolarAdam, betas=(0.95, setup.beta)),
+    "EGOP, outside rate x 2": lambda setup: build_polar(setup, RotatedPolarAdam, outside_scale=2.0),
+    "EGOP, outside rate x 4": lambda setup: build_polar(setup, RotatedPolarAdam, outside_scale=4.0),
     "EGOP, both sides": lambda setup: build_polar(setup, VariantPolarAdam, both_sides=True),
     "EGOP, renewed every 20 steps": lambda setup: build_polar(setup, RotatedPolarAdam, every=20),
     "SOAP, package": build_package_soap,

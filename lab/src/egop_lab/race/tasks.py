@@ -49,7 +49,14 @@ class Run:
 # The base value of each method's tuned decay, and the one that is tried against it. The outside AdamW keeps the task's
 # beta2 in every arm but AdamW's own, where it is the whole optimizer.
 _MATRICES = {"Muon": (0.95, 0.9), "NorMuon": (0.95, 0.9)}
-VARIANTS = ("EGOP, squared momentum", "EGOP, momentum 0.95", "EGOP, both sides", "EGOP, renewed every 20 steps")
+VARIANTS = (
+    "EGOP, squared momentum",
+    "EGOP, momentum 0.95",
+    "EGOP, outside rate x 2",
+    "EGOP, outside rate x 4",
+    "EGOP, both sides",
+    "EGOP, renewed every 20 steps",
+)
 _ADAMS = ("AdamW", "SOAP", "PolarAdam", "EGOP", "EGOP, random rotation", *VARIANTS)
 TEXT_BETAS = {**dict.fromkeys(_ADAMS, (0.95, 0.99)), **_MATRICES}
 IMAGE_BETAS = {**dict.fromkeys(_ADAMS, (0.99, 0.999)), **_MATRICES, "SGD": (0.9, 0.95)}

@@ -76,7 +76,7 @@ def _take_steps(problem: Problem, task: Task, run: Run, optimizer: Optimizer, re
     problem.model.train()
     for step, batch in enumerate(problem.batches(run.seed, run.steps), 1):
         for group in optimizer.param_groups:
-            group["lr"] = run.lr * schedule(step, run.steps, run.warmup)
+            group["lr"] = group.get("scale", 1.0) * run.lr * schedule(step, run.steps, run.warmup)
         losses.append(take_step(problem, batch, optimizer, run.clip))
         if step == _DIGEST_STEPS:
             results["first losses"] = torch.stack(losses).tolist()
