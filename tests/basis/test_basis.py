@@ -109,7 +109,7 @@ def test_basis_prints_as_a_table():
     )
     table = str(basis)
     assert [re.split(r" {2,}", line) for line in table.splitlines()[:-1]] == [
-        ["block", "structure", "size", "bytes", "stable rank"],
+        ["block", "structure", "shape", "basis", "stable rank"],
         ["-----", "---------", "---------", "--------", "-----------"],
         ["w", "Full", "20 x 5", "78.1 KiB", "1.5 of 2"],
         ["pair", "Full", "1 x 2 + 3", "200 B"],

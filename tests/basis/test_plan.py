@@ -175,7 +175,7 @@ def test_bases_that_do_not_fit_raise_and_the_message_names_the_largest():
 
 def test_the_table_has_bytes_and_says_why_weights_are_left_out():
     lines = str(plan_of(Language())).splitlines()
-    assert re.split(r" {2,}", lines[0]) == ["block", "structure", "size", "bytes"]
+    assert re.split(r" {2,}", lines[0]) == ["block", "structure", "shape", "basis"]
     rows = {line.split()[0]: re.split(r" {2,}", line)[1:] for line in lines[2:-2]}
     assert rows["large.weight"] == ["Shared", "80 x 100", "39.1 KiB"]
     assert len(rows) == 5  # with the total

@@ -8,7 +8,7 @@ from egop.basis.spectrum import Spectrum
 from egop.basis.structures import ChangeOfBasis
 from egop.formatting import format_bytes, format_table, mask_layer_numbers, pluralize
 
-_HEADER = ["block", "structure", "size", "bytes", "stable rank"]
+_HEADER = ["block", "structure", "shape", "basis", "stable rank"]
 # With more blocks than this, similar blocks of several layers share a row.
 _MANY = 12
 
