@@ -15,7 +15,7 @@ from egop.reference import ReferenceEGOP
 from explicit import distance
 
 STEPS = 40
-SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.3, "every": 3}
+SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.3, "every": 3, "outside_lr": 2.0}
 
 
 class Transformer(nn.Module):

@@ -14,16 +14,26 @@ from egop.numerics import power_iteration
 
 __all__ = ["ReferenceEGOP"]
 
-_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01, "every": 200, "update_rms": 0.4}
+_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "every": 200,
+    "update_rms": 0.4,
+}
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # brings singular values to between 0.7 and 1.2 in five steps
 
 
 class ReferenceEGOP(Optimizer):
     """PolarAdam in an eigenbasis of the momentum for some weights, AdamW for all others; settings as in EGOP."""
 
-    def __init__(self, weights: Iterable[Tensor], others: Iterable[Tensor], **settings: Any) -> None:
-        groups = [{"params": list(weights), "rotate": True}, {"params": list(others), "rotate": False}]
-        super().__init__(groups, _DEFAULTS | settings)
+    def __init__(
+        self, weights: Iterable[Tensor], others: Iterable[Tensor], outside_lr: float = 1.0, **settings: Any
+    ) -> None:
+        settings = _DEFAULTS | settings
+        outside = {"params": list(others), "rotate": False, "lr": settings["lr"] * outside_lr}
+        super().__init__([{"params": list(weights), "rotate": True}, outside], settings)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]

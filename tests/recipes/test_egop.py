@@ -32,12 +32,14 @@ from recordings import record_on_the_cpu
 # --- what it computes ---
 
 
+@pytest.mark.parametrize("outside_lr", [1.0, 2.0])
 @pytest.mark.parametrize("rotate", [True, False])
-def test_it_equals_its_parts_bit_for_bit(rotate):
+def test_it_equals_its_parts_bit_for_bit(rotate, outside_lr):
     model, other = network(), network()
     kind, options = (RotatedPolarAdam, {"every": 3}) if rotate else (egop.optim.PolarAdam, {})
     parts = make_parts(other, kind, **options)
-    optimizer = make(model, rotate=rotate)
+    parts[1].param_groups[0]["lr"] *= outside_lr
+    optimizer = make(model, rotate=rotate, outside_lr=outside_lr)
     assert identical(train(model, optimizer), train_parts(other, parts))
     assert sorted(block.name for block in optimizer.plan.chosen) == sorted(ROTATED)
     assert optimizer.plan.unrotated == LEFT
@@ -84,6 +86,7 @@ def test_a_pattern_that_names_a_module_excludes_all_weights_in_it():
         ({"rotate": False}, "rotate applies to all weights"),
         ({"lr": -0.1}, "Invalid lr value: -0.1"),
         ({"betas": (1.5, 2)}, r"betas\[0\]"),
+        ({"outside_lr": -1.0}, "Invalid outside_lr value: -1.0"),
     ],
 )
 def test_settings_of_a_group_are_checked(setting, words):

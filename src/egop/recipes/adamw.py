@@ -40,7 +40,7 @@ def step_adamw(
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
-        lr=lr,
+        lr=lr * group["outside_lr"],
         weight_decay=weight_decay,
         eps=eps,
         maximize=False,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from egop.basis import Basis, ModuleIndex, Plan, Shared, has_norm_layers, strip_compile_prefix
 from egop.distributed import to_full, to_local
 from egop.formatting import pluralize
-from egop.numerics import outside_inference_mode, without_autocast
+from egop.numerics import check_nonnegative, outside_inference_mode, without_autocast
 from egop.optim import PolarAdam, RotatedPolarAdam, measure_rotation
 from egop.optimizer import BoundParameters, check_separate_memory, format_groups, name_groups
 from egop.recipes.adamw import MOMENTS, read_numbers, step_adamw
@@ -61,6 +61,8 @@ class EGOP(Optimizer):
         exclude: name patterns, such as ``"*.gate"``, of modules or weights to leave to AdamW.
         update_rms: the factor 0.4 or 0.2 of the rule above. Set it to 0.4 if the model normalizes activations by
             functions instead of modules.
+        outside_lr: learning rate of what AdamW updates (embeddings, heads, norms, biases), as a multiple of ``lr``. It
+            may pay to try 2 or 4.
         model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
         foreach: passed to AdamW.
         fused: passed to AdamW.
@@ -93,6 +95,7 @@ class EGOP(Optimizer):
         every: int = 200,
         exclude: Sequence[str] | None = (),
         update_rms: float | None = None,
+        outside_lr: float = 1.0,
         model: nn.Module | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -107,7 +110,8 @@ class EGOP(Optimizer):
         if update_rms is None:
             update_rms = _NORMALIZED_RMS if module is None or has_norm_layers(module) else _PLAIN_RMS
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "update_rms": update_rms}
-        self.defaults = settings | {"rotate": rotate, "every": every, "foreach": foreach, "fused": fused}
+        settings |= {"rotate": rotate, "every": every, "outside_lr": outside_lr}
+        self.defaults = settings | {"foreach": foreach, "fused": fused}
         self._is_built = False
         self._reset_engine()  # checks the settings
         groups = name_groups(params, model=model)
@@ -434,6 +438,7 @@ def _refuse_options(settings: Mapping[str, Any]) -> None:
 
 def _make_engine(settings: Mapping[str, Any]) -> PolarAdam:
     """Create the optimizer of the matrices, which holds no parameters of its own. It checks the settings."""
+    check_nonnegative("outside_lr", settings["outside_lr"])
     names = ("lr", "betas", "eps", "weight_decay", "update_rms", *(("every",) if settings["rotate"] else ()))
     options = {name: settings[name] for name in names}
     return (RotatedPolarAdam if settings["rotate"] else PolarAdam)([{"params": []}], **options)
