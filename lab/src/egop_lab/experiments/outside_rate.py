@@ -26,7 +26,7 @@ RECORD = Path(__file__).parents[4] / "docs" / "records" / "outside-rate.jsonl"
 METHODS = {1: "EGOP", 2: "EGOP, outside rate x 2", 4: "EGOP, outside rate x 4"}  # by multiple
 SEEDS = range(5)
 _VIT = {"side": 48, "patch": 8, "layers": 4, "width": 96, "heads": 3, "hidden": 256, "classes": 10}
-# The race's tasks, smaller. The rates are the best of five, a factor of root two apart, for seeds 10000 and 10001.
+# The race's tasks, smaller. The rates are the best of four or five, a factor of √2 apart, for seeds 10000 and 10001.
 _GPT = {"layers": 3, "width": 96, "heads": 3, "context": 128}
 TASKS = {
     "vit-4x96": (dataclasses.replace(tasks.TASKS["vit-6x384"], model=_VIT, crop=48, batch=64, steps=600), 1),
