@@ -1,6 +1,6 @@
 """Give what AdamW updates beside EGOP a multiple of EGOP's learning rate, on a small ViT and a small GPT.
 
-``python -m egop_lab.experiments.outside_rate TASK DATA`` adds the missing runs to ``docs/records/outside-rate.jsonl``.
+``python -m egop_lab.race.outside_rate TASK DATA`` adds the missing runs to ``docs/records/outside-rate.jsonl``.
 A run takes a minute on a CPU core. A test compares ``docs/reproduction/adamws-rate.md`` with the record.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from egop_lab.experiments.base import Table
 from egop_lab.race import tasks
 from egop_lab.race.problems import make_problem
 from egop_lab.race.results import interval
@@ -34,10 +33,10 @@ TASKS = {
 }
 
 
-def make_table(records: Iterable[Mapping[str, Any]]) -> Table:
+def make_table(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     """Return the test loss of each multiple, and its paired difference to the single rate, with 95 % intervals."""
     losses = {(each["task"], each["multiple"], each["seed"]): each["test"] for each in records}
-    rows = []
+    rows = [["test loss", "lr", "1 × lr", "2 × lr", "difference", "4 × lr", "difference"]]
     for name, (task, rate) in TASKS.items():
         lr = f"{tasks.Run(**_settings(task, rate), method='EGOP', seed=0).lr:.1e}".replace("e-0", "e-")
         cells = []
@@ -47,9 +46,8 @@ def make_table(records: Iterable[Mapping[str, Any]]) -> Table:
             if multiple > 1:
                 gains = [loss - losses[name, 1, seed] for loss, seed in zip(own, SEEDS, strict=True)]
                 cells.append("{:+.3f} ± {:.3f}".format(*interval(gains)).replace("-", "−"))
-        rows.append((name, lr, *cells))
-    header = ("test loss", "lr", "1 × lr", "2 × lr", "difference", "4 × lr", "difference")
-    return Table("The learning rate outside, as a multiple", header, tuple(rows))
+        rows.append([name, lr, *cells])
+    return rows
 
 
 def _settings(task: tasks.Task, rate: int) -> dict[str, Any]:
