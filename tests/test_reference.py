@@ -15,7 +15,7 @@ from egop.reference import ReferenceEGOP
 from explicit import distance
 
 STEPS = 40
-SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.3, "every": 3, "outside_lr": 2.0}
+SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.3, "every": 3}
 
 
 class Transformer(nn.Module):
@@ -72,7 +72,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("settings", [{}, SETTINGS], ids=["defaults", "other settings"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"outside_lr": 2.0}, SETTINGS], ids=["defaults", "two rates", "other settings"]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_egop_takes_the_steps_of_the_reference(name, settings):
     build, inputs, classes, rotated, tolerance = MODELS[name]
