@@ -116,8 +116,8 @@ def test_rates_and_bases_are_found_where_gradients_are_switched_off(mode):
     batches = [(inputs, inputs.prod(1, keepdim=True)) for inputs in torch.randn(4, 8, 4)]
     objective = egop.Objective(model, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), batches)
     with mode():
-        egop.find_lr(objective, torch.optim.AdamW, rates=[1e-2], steps=20, progress=False)
-        egop.estimate(objective, samples=8, progress=False)
+        assert egop.find_lr(objective, torch.optim.AdamW, rates=[1e-2], steps=20, progress=False).lr == 1e-2
+        assert list(egop.estimate(objective, samples=8, progress=False)) == ["0.weight"]
 
 
 class MergingLinear(torch.nn.Linear):
