@@ -177,8 +177,7 @@ class EGOP(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of named parameters. If the optimizer was given the model, the parameters need no names."""
         if self._is_built:
-            taken = [name for name, _ in self._named_parameters()]
-            before = BoundParameters(self.param_groups)
+            taken = [name for name, _ in self._named_parameters()]  # and forgets removed ones
             (param_group,) = name_groups([param_group], taken, self._index)
         # So that a state dict fits with and without torch.compile.
         param_group["param_names"] = list(map(strip_compile_prefix, param_group["param_names"]))
@@ -198,8 +197,6 @@ class EGOP(Optimizer):
         self._choice.add(dict(zip(group["param_names"], group["params"], strict=True)), self._index)
         if self._is_built:
             self._choice.check(taken, self._index, group["param_names"])
-            # A new parameter may reuse the name of a removed one, but must not inherit its state.
-            self._bound = before
 
     @outside_inference_mode
     @torch.no_grad()
@@ -255,7 +252,7 @@ class EGOP(Optimizer):
         """
         self._follow_changes()
         loaded: dict[str, Any] = {}
-        options = self.defaults.keys() - set(_REFUSED)  # torch adds some of these
+        options = [option for option in self.defaults if option not in _REFUSED]  # torch adds some of these
 
         def check(_: Optimizer, given: Any) -> None:
             check_state_dict(given, self.param_groups, options, _make_engine, self._expect_shapes)
@@ -352,9 +349,12 @@ class EGOP(Optimizer):
         return before if before is not None and before in self.state and parameter not in self.state else parameter
 
     def _check_change(self, change: Change) -> None:
+        """Raise ValueError if a parameter has a shape that its state or, without state, its role does not fit."""
         state = self.state.get(self._find_owner(change), {})
         now = change.parameter.shape
-        shape = state["exp_avg"].shape if "exp_avg" in state else now if change.kind is None else change.kind[-1]
+        shape = now if change.kind is None else change.kind[-1]
+        if "exp_avg" in state:
+            shape = state["exp_avg"].shape
         if len(shape) != len(now) or (state and shape != now):
             raise ValueError(
                 f"Parameter '{change.name}' of shape {tuple(shape)} was replaced by one of shape {tuple(now)}, which "
