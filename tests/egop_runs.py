@@ -34,7 +34,7 @@ class Network(nn.Module):
 
 
 ROTATED = ["experts", "stem.weight", "up.weight", "down.weight"]
-GAINS = {"up.weight": math.sqrt(12 / 8)}  # roots of outputs over inputs above 1
+GAINS = {"up.weight": math.sqrt(12 / 8), "stem.weight": 3.0}  # of an update's size, where not 1
 LEFT = {"embedding.weight": "an embedding", "head.weight": "the output head"}
 
 

@@ -49,8 +49,13 @@ PARTS = {
     "a linear layer of one output": (nn.Linear(3, 1), {"weight": MATRIX, "bias": Role("bias")}),
     "Embedding": (nn.Embedding(5, 3), {"weight": Role("embedding")}),
     "EmbeddingBag": (nn.EmbeddingBag(5, 3), {"weight": Role("embedding")}),
-    "Conv2d": (nn.Conv2d(2, 3, 2, bias=False), {"weight": MATRIX}),
-    "ConvTranspose1d": (nn.ConvTranspose1d(4, 6, 3, groups=2, bias=False), {"weight": Role("weight", 2)}),
+    "Conv2d": (nn.Conv2d(2, 3, 2, bias=False), {"weight": Role("weight", overlaps=True)}),
+    "patches": (nn.Conv2d(2, 3, 2, stride=2, bias=False), {"weight": MATRIX}),
+    "a convolution of single pixels": (nn.Conv2d(2, 3, 1, bias=False), {"weight": MATRIX}),
+    "ConvTranspose1d": (
+        nn.ConvTranspose1d(4, 6, 3, groups=2, bias=False),
+        {"weight": Role("weight", 2, overlaps=True)},
+    ),
     "Conv1D": (Conv1D(6, 4), {"weight": Role("weight", 1)}),
     "Bilinear": (nn.Bilinear(2, 3, 4, bias=False), {"weight": STACK}),
     "RMSNorm": (nn.RMSNorm([2, 3]), {"weight": Role("norm")}),
@@ -193,7 +198,9 @@ def test_parametrized_weight_counts_as_the_layers_weight(kind):
 
 def test_parametrized_transposed_convolution_is_recognized():
     model = nn.utils.parametrizations.spectral_norm(nn.ConvTranspose1d(4, 6, 3, groups=2))
-    assert find_roles(dict(model.named_parameters()), model)["parametrizations.weight.original"] == Role("weight", 2)
+    assert find_roles(dict(model.named_parameters()), model)["parametrizations.weight.original"] == Role(
+        "weight", 2, overlaps=True
+    )
 
 
 # --- without a module ---
@@ -206,8 +213,8 @@ GUESSES = {
     "h.0.attn.bias": ((4,), Role("bias")),
     "experts.bias": ((4, 5), Role("bias")),
     "patch_embed.proj.weight": ((8, 3, 4, 4), Role("weight", is_guess=True)),
-    "conv.weight": ((3, 8, 5), Role("weight", is_guess=True)),
-    "features.0.weight": ((8, 4, 3), Role("weight", is_guess=True)),
+    "conv.weight": ((3, 8, 5), Role("weight", is_guess=True, overlaps=True)),
+    "features.0.weight": ((8, 4, 3), Role("weight", is_guess=True, overlaps=True)),
     "mlp.experts.down_proj": ((8, 4, 3), Role("weight", stacked=1, is_guess=True)),
     "moe.w1": ((2, 8, 6), Role("weight", stacked=1, is_guess=True)),
     "cls_token": ((1, 1, 8), Role("other", stacked=1, why=VECTOR, is_guess=True)),
@@ -323,7 +330,7 @@ REAL = {
         {},
     ),
     vit: ({"vit.embeddings.cls_token", "classifier.weight"}, {STACK: 1}),
-    mamba: ({"backbone.embeddings.weight", "backbone.layers.0.mixer.A_log"}, {}),
+    mamba: ({"backbone.embeddings.weight", "backbone.layers.0.mixer.A_log"}, {Role("weight", overlaps=True): 1}),
 }
 
 

@@ -47,7 +47,7 @@ def test_it_equals_its_parts_bit_for_bit(rotate, outside_lr):
 
 def test_basis_stays_orthonormal_and_follows_the_momentum():
     model = network()
-    optimizer = make(model)
+    optimizer = make(model, lr=0.001)
     train(model, optimizer, 0, 40)
     weight = model.up.weight  # 12 x 8: its columns are rotated
     basis = optimizer.basis["up.weight"].tensors["basis"]
@@ -58,7 +58,7 @@ def test_basis_stays_orthonormal_and_follows_the_momentum():
     def share(matrix):  # off the diagonal
         return float((matrix - matrix.diagonal().diag()).norm() / matrix.norm())
 
-    assert share(gram) < 0.8 * share(original)
+    assert share(gram) < 0.5 * share(original)
     change = optimizer.basis["experts"]
     assert change.tensors["basis"].shape == (3, 8, 8)
 
@@ -239,8 +239,12 @@ LAYERS = {
     "more outputs": (lambda: nn.Linear(4, 9, bias=False), (8, 4), 1.5),
     "more inputs": (lambda: nn.Linear(9, 4, bias=False), (8, 9), 1.0),
     "inputs first": (lambda: Conv1D(4, 9), (8, 4), 1.5),
-    "convolution": (lambda: nn.Conv2d(1, 9, 2, bias=False), (8, 1, 3, 3), 1.5),
-    "transposed convolution": (lambda: nn.ConvTranspose2d(1, 9, 2, bias=False), (8, 1, 3, 3), 1.5),
+    "patches": (lambda: nn.Conv2d(1, 9, 2, stride=2, bias=False), (8, 1, 4, 4), 1.5),
+    "transposed patches": (lambda: nn.ConvTranspose2d(1, 9, 2, stride=2, bias=False), (8, 1, 4, 4), 1.5),
+    "convolution": (lambda: nn.Conv2d(1, 9, 2, bias=False), (8, 1, 3, 3), 3.0),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(1, 9, 2, bias=False), (8, 1, 3, 3), 3.0),
+    "wide convolution": (lambda: nn.Conv2d(1, 64, 2, bias=False), (8, 1, 3, 3), 4.0),
+    "convolution of single pixels": (lambda: nn.Conv2d(4, 9, 1, bias=False), (8, 4, 3, 3), 1.5),
 }
 
 

@@ -40,6 +40,7 @@ class Role(NamedTuple):
     why: str = ""  # for kind "other": why it is not rotated
     is_guess: bool = False  # guessed from name and shape
     has_padding_row: bool = False  # an embedding with a padding row, which gets no gradient and must not move
+    overlaps: bool = False  # kernels of a convolution whose windows overlap, unlike patches
 
     @property
     def skip_reason(self) -> str:
@@ -192,7 +193,8 @@ def _read_role(use: _Use) -> Role:
     if isinstance(holder, _EMBEDDINGS) or (is_unknown and _is_named_embedding(use.path.rpartition(".")[2], tensor)):
         return Role("embedding")
     if isinstance(holder, _CONVOLUTIONS):
-        role = Role("weight", holder.groups if isinstance(holder, _TRANSPOSED) else 0)
+        overlaps = any(size > stride for size, stride in zip(holder.kernel_size, holder.stride, strict=True))
+        role = Role("weight", holder.groups if isinstance(holder, _TRANSPOSED) else 0, overlaps=overlaps)
     else:
         role = Role("weight", int(_has_inputs_first(holder)), tensor.dim() - 2)
     is_weight = isinstance(holder, nn.RNNBase | nn.RNNCellBase) or use.attribute in ("weight", "weight_orig")
@@ -273,5 +275,7 @@ def _guess_role(name: str, tensor: Tensor) -> Role:
         return Role("embedding", is_guess=True)
     # Kernels are short and there are many filters; experts are few and their matrices wide.
     is_stack = tensor.dim() == 3 and "conv" not in name and ("expert" in name or len(tensor) < tensor.shape[-1])
-    role = Role("weight", stacked=int(is_stack), is_guess=True)
+    # Patches usually have even sides, kernels of overlapping windows odd ones.
+    overlaps = not is_stack and any(size > 1 and size % 2 for size in tensor.shape[2:])
+    role = Role("weight", stacked=int(is_stack), is_guess=True, overlaps=overlaps)
     return role if attribute == "weight" else _check_matrix(role, tensor, attribute)

@@ -19,6 +19,7 @@ from egop.optimizer import find_user_level
 
 # Parameters that a model holds outside any layer, such as ``pos_embed``: what they hold is added, not multiplied.
 _POSITIONS = re.compile(r"pos(ition|itional)?s?(_|$)|.*(embed|token)")
+_OVERLAPPING_GAIN = 3.0  # of convolutions whose windows overlap: docs/reproduction/adamws-rate.md
 _WIDEST = 8192  # a weight whose sides are both wider is left to AdamW: its polar factor would take too long
 
 
@@ -27,7 +28,8 @@ class Matrix(NamedTuple):
 
     Attributes:
         stacked: the number of leading dimensions that count matrices: 1 for experts, otherwise 0.
-        gain: factor of its updates, the root of outputs over inputs, at least 1.
+        gain: factor of its updates, the root of outputs over inputs, but at least 1, or 3 for a convolution whose
+            windows overlap.
     """
 
     stacked: int
@@ -47,6 +49,12 @@ class Matrix(NamedTuple):
         """Return the weight as a block."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
         return Block(name, (name,), (weight.shape,), dtype, stacked=(self.stacked,))
+
+
+def _find_gain(weight: Tensor, role: Role) -> float:
+    outputs, inputs = rows_and_columns(weight.shape[role.stacked :], role.transposed)
+    least = _OVERLAPPING_GAIN if role.overlaps else 1.0
+    return max(least, math.sqrt(outputs / inputs)) if inputs else least
 
 
 class WeightChoice:
@@ -75,8 +83,7 @@ class WeightChoice:
                 if named[name].dim() > 1:
                     self.left[name] = "a bias" if role.kind == "bias" else "part of a normalization layer"
                 continue
-            outputs, inputs = rows_and_columns(named[name].shape[role.stacked :], role.transposed)
-            matrix = Matrix(role.stacked, math.sqrt(max(1, outputs / inputs)) if inputs else 1.0)
+            matrix = Matrix(role.stacked, _find_gain(named[name], role))
             if reason := self._find_reason(name, named[name], role, matrix):
                 self.left[name] = reason
             else:

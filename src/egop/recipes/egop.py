@@ -36,8 +36,9 @@ class EGOP(Optimizer):
     """PolarAdam in an eigenbasis of the momentum for weight matrices, and AdamW for everything else.
 
     Use it in place of AdamW, with the same weight decay. The update of a weight matrix has a root mean square of
-    lr · 0.4 · √max(1, outputs / inputs) if the model has normalization layers, and of half that otherwise, so that
-    AdamW's best learning rate is a good starting point. Updates are smaller where gradients have vanished.
+    lr · 0.4 · max(1, √(outputs / inputs)) if the model has normalization layers, and of half that otherwise, so that
+    AdamW's best learning rate is a good starting point. For convolutions whose windows overlap, 3 takes the place of 1.
+    Updates are smaller where gradients have vanished.
 
     Weights of linear layers, convolutions, attention and experts are updated by :class:`egop.optim.PolarAdam` in
     coordinates that follow their momentum: the smaller side of each weight is rotated to its principal axes. The

@@ -24,7 +24,9 @@ from egop_lab.race.variants import VariantPolarAdam
 BASELINE = "AdamW"
 _MEMORY = "8GiB"  # for all bases: no method is to lack one
 _SMALLER = egop.Shared(side="smaller")
-_UPDATE_RMS = 0.4  # of a square matrix, as egop.EGOP chooses for networks with normalization layers, as all tasks have
+# As egop.EGOP chooses them: the size of a square matrix's update in networks with normalization layers, as all tasks
+# have, and the least factor for convolutions whose windows overlap, as those of all kernels here do.
+_UPDATE_RMS, _OVERLAPPING_GAIN = 0.4, 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,8 @@ def group_by_shape(weights: Sequence[Tensor], members: Sequence[Any]) -> list[di
     """Group weights by shape, with EGOP's update size for each group; put ``members`` in place of the weights."""
     groups: dict[torch.Size, dict[str, Any]] = {}
     for weight, member in zip(weights, members, strict=True):
-        gain = math.sqrt(max(1, weight.shape[0] / math.prod(weight.shape[1:])))
+        least = _OVERLAPPING_GAIN if math.prod(weight.shape[2:]) > 1 else 1.0
+        gain = max(least, math.sqrt(weight.shape[0] / math.prod(weight.shape[1:])))
         group = groups.setdefault(weight.shape, {"params": [], "update_rms": _UPDATE_RMS * gain})
         group["params"].append(member)
     return list(groups.values())
