@@ -1,5 +1,6 @@
 """The study of advice: its problems, one small run of everything, and results from made-up records."""
 
+import functools
 import math
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from egop_lab.data.missing import MissingDataError
-from egop_lab.experiments.advice import AdviceExperiment, train
+from egop_lab.experiments.advice import AdviceExperiment, build_optimizer, train
 from egop_lab.experiments.advice_results import CANDIDATES, Results
 from egop_lab.training.context import Context
 from egop_lab.training.problems import PROBLEMS
@@ -43,14 +44,16 @@ def test_missing_data_are_named(name):
 @pytest.mark.parametrize("candidate", CANDIDATES)
 def test_a_training_lowers_the_loss_and_the_same_seed_repeats_it(candidate):
     task = PROBLEMS["table"].make(0, None)
-    first, again = (train(task, candidate, 5e-3, 40, 4, 0)["losses"] for _ in range(2))
+    build = functools.partial(build_optimizer, candidate)
+    first, again = (train(task, build, 5e-3, 40, 4, 0)["losses"] for _ in range(2))
     assert len(first) == 5
     assert first[-1] < 0.7 * first[0]
     assert first == again
 
 
 def test_a_training_that_diverges_ends_early():
-    losses = train(PROBLEMS["linear-network"].make(0, None), "AdamW", 1e3, 40, 4, 0)["losses"]
+    build = functools.partial(build_optimizer, "AdamW")
+    losses = train(PROBLEMS["linear-network"].make(0, None), build, 1e3, 40, 4, 0)["losses"]
     assert math.isnan(losses[-1])
     assert len(losses) == 2
 

@@ -67,7 +67,11 @@ def test_every_hyper_parameter_changes_the_result(problem, method, change):
     assert first["validation"] != second["validation"]
 
 
-def test_egop_is_what_users_get_and_its_control_is_not(problem):
+@pytest.mark.parametrize("name", ["tiny", "tiny-resnet"])
+def test_egop_is_what_users_get_and_its_control_is_not(name):
+    task = TASKS[name]
+    problem = make_problem(task, None, CPU)
+
     def step_three_times(build):
         problem.reset(0)
         optimizer = build()
@@ -77,9 +81,10 @@ def test_egop_is_what_users_get_and_its_control_is_not(problem):
             optimizer.step()
         return torch.cat([weight.detach().flatten() for weight in problem.model.parameters()])
 
-    ours = step_three_times(lambda: make_optimizer(problem, TINY, tiny_run("EGOP")))
-    theirs = step_three_times(lambda: egop.EGOP(problem.model, lr=tiny_run().lr, weight_decay=TINY.weight_decay))
-    control = step_three_times(lambda: make_optimizer(problem, TINY, tiny_run("EGOP, random rotation")))
+    settings = {"lr": tiny_run().lr, "betas": (0.9, task.beta2), "weight_decay": task.weight_decay}
+    ours = step_three_times(lambda: make_optimizer(problem, task, tiny_run("EGOP", beta=task.beta2)))
+    theirs = step_three_times(lambda: egop.EGOP(problem.model, **settings))
+    control = step_three_times(lambda: make_optimizer(problem, task, tiny_run("EGOP, random rotation")))
     assert torch.equal(ours, theirs)
     assert not torch.allclose(ours, control, atol=1e-3)
 

@@ -62,8 +62,8 @@ class EGOP(Optimizer):
         exclude: name patterns, such as ``"*.gate"``, of modules or weights to leave to AdamW.
         update_rms: the factor 0.4 or 0.2 of the rule above. Set it to 0.4 if the model normalizes activations by
             functions instead of modules.
-        outside_lr: learning rate of what AdamW updates (embeddings, heads, norms, biases), as a multiple of ``lr``. It
-            may pay to try 2 or 4.
+        outside_lr: learning rate of what AdamW updates (embeddings, heads, norms, biases), as a multiple of ``lr``. Try
+            4 for vision transformers.
         model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
         foreach: passed to AdamW.
         fused: passed to AdamW.

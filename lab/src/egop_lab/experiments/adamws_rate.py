@@ -1,22 +1,27 @@
 """Train EGOP at AdamW's best learning rate on the problems of the study of advice.
 
 ``python -m egop_lab.experiments.adamws_rate DATA COMMIT`` adds the missing runs to ``docs/records/adamws-rate.jsonl``,
-one line for each. It also holds EGOP without rotation, and a limit of 0.004. A test compares
-``docs/reproduction/adamws-rate.md`` with the record.
+one line for each. It also holds EGOP without rotation, and a limit of 0.004. Where a network has convolutions whose
+windows overlap, EGOP also runs with other sizes of their updates. A test compares ``docs/reproduction/adamws-rate.md``
+with the record.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from egop_lab.experiments.advice import AdviceExperiment, train
+import egop
+from egop_lab.experiments.advice import AdviceExperiment, build_optimizer, train
 from egop_lab.experiments.advice_results import ADAMW
 from egop_lab.experiments.base import Table
 from egop_lab.training.problems import PROBLEMS
@@ -26,6 +31,7 @@ _RECORDS = Path(__file__).parents[4] / "docs" / "records"
 RECORD = _RECORDS / "adamws-rate.jsonl"
 LIMIT = 0.008  # the highest rate that we advise for EGOP
 _SEEDS = 5
+_FACTORS = {1: "EGOP, convolutions x 1", 2: "EGOP, convolutions x 2", 3: "EGOP", 4: "EGOP, convolutions x 4"}
 _SHOWN = ("mlp-digits", "cnn-digits", "encoder-digits")  # which also have a row of their own
 _QUANTILE = 2.776  # of Student's t distribution with four degrees of freedom, for a 95 % interval
 
@@ -81,7 +87,34 @@ def _count(differences: Sequence[tuple[float, float]]) -> tuple[str, ...]:
         sum(mean + half < 0 for mean, half in differences),
         sum(mean - half > 0 for mean, half in differences),
     )
-    return (*map(str, counts), f"{math.expm1(middle):+.0%}".replace("-", "−"))
+    return (*map(str, counts), _format_change(middle))
+
+
+def _format_change(log: float) -> str:
+    return f"{math.expm1(log):+.0%}".replace("-", "−")
+
+
+def make_convolutions_table(losses: Losses) -> Table:
+    """Compare sizes of the updates of convolutions at AdamW's best rate, at most 0.008, and at a quarter of that."""
+    best = {problem: rate for problem, method, rate in losses if method == ADAMW}
+    rates = {
+        problem: (rate, min(rate, LIMIT), min(rate, LIMIT) / 4)
+        for problem, rate in best.items()
+        if (problem, _FACTORS[1], rate) in losses
+    }
+    rows = []
+    for factor, method in _FACTORS.items():
+        cells: list[str] = []
+        for place in range(3):
+            logs = []
+            for name, own_rates in rates.items():
+                own, base = (losses[name, each, own_rates[place]] for each in (method, _FACTORS[1]))
+                logs.append(statistics.mean(math.log(own[seed] / base[seed]) for seed in range(_SEEDS)))
+            cells += [_format_change(statistics.median(logs)), str(sum(log < 0 for log in logs))]
+        rows.append((f"{factor} ×", *cells))
+    titles = ("AdamW's best rate", f"at most {LIMIT:g}", "a quarter of that")
+    header = ("updates of convolutions", *(part for title in titles for part in (title, "lower")))
+    return Table(f"EGOP's final loss on {len(rates)} networks with convolutions", header, tuple(rows))
 
 
 def main(data: str, commit: str) -> None:
@@ -92,15 +125,38 @@ def main(data: str, commit: str) -> None:
     known = read_losses(RECORD) if RECORD.exists() else {}
     for name, problem in PROBLEMS.items():
         best = results.tuned(name, ADAMW)[0].lr
+        limited = min(best, LIMIT)
         for seed in range(_SEEDS):
             task = problem.make(seed, data)
-            for method, rate in dict.fromkeys([(ADAMW, best), ("EGOP", best), ("EGOP", min(best, LIMIT))]):
+            wanted = [(ADAMW, best), ("EGOP", best), ("EGOP", limited)]
+            if find_convolutions(task.model):
+                wanted += [(method, rate) for rate in (best, limited, limited / 4) for method in _FACTORS.values()]
+            for method, rate in dict.fromkeys(wanted):
                 if seed not in known.get((name, method, rate), {}):
-                    losses = train(task, method, rate, problem.steps, settings["evaluations"], seed)["losses"]
+                    build = functools.partial(_build, method)
+                    losses = train(task, build, rate, problem.steps, settings["evaluations"], seed)["losses"]
                     loss = losses[-1] if math.isfinite(losses[-1]) else None
                     run = {"problem": name, "method": method, "rate": rate, "seed": seed, "loss": loss}
                     with RECORD.open("a") as file:
                         file.write(json.dumps({**run, "commit": commit}) + "\n")
+
+
+def find_convolutions(model: nn.Module) -> list[str]:
+    """Return the names of the weights of convolutions whose windows overlap."""
+    layers = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Conv2d)]
+    return [f"{name}.weight" for name, part in layers if part.kernel_size > part.stride]
+
+
+def _build(method: str, model: nn.Module) -> torch.optim.Optimizer:
+    if method not in _FACTORS.values() or method == "EGOP":
+        return build_optimizer(method, model)
+    (factor,) = (factor for factor, name in _FACTORS.items() if name == method)
+    size, names = egop.EGOP(model).defaults["update_rms"], find_convolutions(model)
+    groups: tuple[list[Any], list[Any]] = [], []
+    for name, weight in model.named_parameters():
+        groups[name in names].append((name, weight))
+    others, convolutions = groups
+    return egop.EGOP([{"params": others}, {"params": convolutions, "update_rms": size * factor / 3}], model=model)
 
 
 if __name__ == "__main__":

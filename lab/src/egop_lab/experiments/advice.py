@@ -84,7 +84,7 @@ class AdviceExperiment(Experiment):
         )
         code = (
             "The race and the full trainings ran the same code. Since then, EGOP takes larger steps where a layer has "
-            "more inputs than outputs."
+            "more inputs than outputs, and for convolutions."
         )
         rules = (
             "The rules were chosen on the open half before the frozen half was looked at, but for one: a third "
@@ -131,7 +131,7 @@ class _Runner:
         """Train in full and return the final loss; infinite if the run diverged."""
         count = self.settings["evaluations"]
         result = self._do(
-            lambda: train(self._make(seed), candidate, lr, self.steps, count, seed),
+            lambda: train(self._make(seed), functools.partial(build_optimizer, candidate), lr, self.steps, count, seed),
             what="training",
             candidate=candidate,
             lr=lr,
@@ -176,11 +176,18 @@ def build_optimizer(candidate: str, model: nn.Module) -> torch.optim.Optimizer:
     return egop.EGOP(model, lr=1e-3, rotate=candidate == "EGOP")
 
 
-def train(task: Task, candidate: str, lr: float, steps: int, evaluations: int, seed: int) -> dict[str, Any]:
+def train(
+    task: Task,
+    build: Callable[[nn.Module], torch.optim.Optimizer],
+    lr: float,
+    steps: int,
+    evaluations: int,
+    seed: int,
+) -> dict[str, Any]:
     """Train a copy of the model; return its losses on held-out batches and the processor time of a step."""
     torch.manual_seed(seed)
     model = copy.deepcopy(task.model)
-    optimizer = build_optimizer(candidate, model)
+    optimizer = build(model)
     for group in optimizer.param_groups:
         group["lr"] = lr
     warm_up, decay = 0.1 * steps, 0.4 * steps

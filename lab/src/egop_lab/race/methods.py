@@ -6,6 +6,7 @@ head, norms), with the same learning rate and weight decay. AdamW and SGD as met
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,29 +110,33 @@ def build_package_soap(setup: Setup) -> Optimizer:
     return build_beside(setup, SOAP, betas=(0.95, setup.beta), precondition_frequency=10)
 
 
-def build_polar(setup: Setup, kind: type[Optimizer] = PolarAdam, **options: Any) -> Optimizer:
+def build_polar(
+    setup: Setup, kind: type[Optimizer] = PolarAdam, overlapping: float = _OVERLAPPING_GAIN, **options: Any
+) -> Optimizer:
     """Build PolarAdam with updates of EGOP's size; ``beta`` is its beta2."""
 
     def build(weights: Sequence[Tensor], **shared: Any) -> Optimizer:
-        return kind(group_by_shape(weights, weights), **shared)
+        return kind(group_by_shape(weights, weights, overlapping), **shared)
 
     return build_beside(setup, build, **{"betas": (0.9, setup.beta), **options})
 
 
-def group_by_shape(weights: Sequence[Tensor], members: Sequence[Any]) -> list[dict[str, Any]]:
+def group_by_shape(
+    weights: Sequence[Tensor], members: Sequence[Any], overlapping: float = _OVERLAPPING_GAIN
+) -> list[dict[str, Any]]:
     """Group weights by shape, with EGOP's update size for each group; put ``members`` in place of the weights."""
     groups: dict[torch.Size, dict[str, Any]] = {}
     for weight, member in zip(weights, members, strict=True):
-        least = _OVERLAPPING_GAIN if math.prod(weight.shape[2:]) > 1 else 1.0
+        least = overlapping if math.prod(weight.shape[2:]) > 1 else 1.0
         gain = max(least, math.sqrt(weight.shape[0] / math.prod(weight.shape[1:])))
         group = groups.setdefault(weight.shape, {"params": [], "update_rms": _UPDATE_RMS * gain})
         group["params"].append(member)
     return list(groups.values())
 
 
-def build_egop(setup: Setup) -> Optimizer:
+def build_egop(setup: Setup, **options: Any) -> Optimizer:
     """Build EGOP, with the same outside betas as every other method; ``beta`` is PolarAdam's beta2."""
-    return build_polar(setup, RotatedPolarAdam)
+    return build_polar(setup, RotatedPolarAdam, **options)
 
 
 def build_of_momentum(setup: Setup) -> Optimizer:
@@ -161,10 +166,10 @@ METHODS: dict[str, Callable[[Setup], Optimizer]] = {
     "EGOP": build_egop,
     "EGOP, random rotation": build_random,
     "EGOP, squared momentum": build_of_momentum,
-    "EGOP, momentum 0.95": lambda setup: build_polar(setup, RotatedPolarAdam, betas=(0.95, setup.beta)),
-    "EGOP, outside rate x 2": lambda setup: build_polar(setup, RotatedPolarAdam, outside_scale=2.0),
-    "EGOP, outside rate x 4": lambda setup: build_polar(setup, RotatedPolarAdam, outside_scale=4.0),
+    "EGOP, momentum 0.95": lambda setup: build_egop(setup, betas=(0.95, setup.beta)),
+    **{f"EGOP, outside rate x {k}": functools.partial(build_egop, outside_scale=float(k)) for k in (2, 4, 8)},
+    **{f"EGOP, convolutions x {k}": functools.partial(build_egop, overlapping=float(k)) for k in (1, 2, 4)},
     "EGOP, both sides": lambda setup: build_polar(setup, VariantPolarAdam, both_sides=True),
-    "EGOP, renewed every 20 steps": lambda setup: build_polar(setup, RotatedPolarAdam, every=20),
+    "EGOP, renewed every 20 steps": functools.partial(build_egop, every=20),
     "SOAP, package": build_package_soap,
 }

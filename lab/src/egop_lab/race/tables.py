@@ -45,8 +45,6 @@ VARIANTS = {
     "EGOP, random rotation": "random rotation",
     "EGOP, squared momentum": "second moments of the momentum, not of the gradient",
     "EGOP, momentum 0.95": "momentum 0.95 instead of 0.9",
-    "EGOP, outside rate x 2": "embeddings, heads, norms and biases at twice the rate",
-    "EGOP, outside rate x 4": "embeddings, heads, norms and biases at four times the rate",
     "EGOP, both sides": "both sides of a weight rotated",
     "EGOP, renewed every 20 steps": "renewed every 20 steps instead of 200",
 }

@@ -52,8 +52,6 @@ _MATRICES = {"Muon": (0.95, 0.9), "NorMuon": (0.95, 0.9)}
 VARIANTS = (
     "EGOP, squared momentum",
     "EGOP, momentum 0.95",
-    "EGOP, outside rate x 2",
-    "EGOP, outside rate x 4",
     "EGOP, both sides",
     "EGOP, renewed every 20 steps",
 )
@@ -200,7 +198,7 @@ _ALL = (
         network="resnet",
         model={"depths": [3, 4, 6, 3], "width": 64, "classes": 10},
         steps=730,
-        guesses=_guess(0, 6, 6, 4, 1, SGD=13),
+        guesses=_guess(0, 6, 6, 4, 4, SGD=13),
         weight_decay=1e-4,
         step_seconds=0.012,
         **_IMAGES,

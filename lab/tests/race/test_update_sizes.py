@@ -1,0 +1,63 @@
+"""Sizes of EGOP's updates: the page shows the records, and missing runs are done once."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from egop_lab.race import update_sizes
+from egop_lab.race.results import load_records
+from egop_lab.race.tasks import TASKS, TUNING_SEEDS, Run
+from egop_lab.race.tune import read_losses
+
+PAGE = Path(__file__).parents[3] / "docs" / "reproduction" / "adamws-rate.md"
+
+
+def make_tables():
+    small = map(json.loads, update_sizes.RECORD.read_text().splitlines())
+    losses = read_losses(load_records(*update_sizes.TUNING_RECORDS).values())
+    return {
+        "convolutions": update_sizes.make_convolutions_table(losses),
+        "race": update_sizes.make_outside_table(losses),
+        "outside": update_sizes.make_table(small),
+    }
+
+
+@pytest.mark.parametrize("name", ["convolutions", "race", "outside"])
+def test_the_page_shows_the_records(name):
+    rows = make_tables()[name]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    assert PAGE.read_text().split(f"<!-- {name} -->\n")[1] == "\n".join(lines) + "\n", "\n".join(lines)
+
+
+def test_differences_are_paired():
+    losses = {1: 2.0, 2: 1.5, 4: 1.75}
+    records = [
+        {"task": task, "multiple": multiple, "seed": seed, "test": loss + seed}
+        for task in update_sizes.TASKS
+        for multiple, loss in losses.items()
+        for seed in update_sizes.SEEDS
+    ]
+    for row in update_sizes.make_table(records)[1:]:
+        assert row[2:] == ["4.000 ± 1.963", "3.500 ± 1.963", "−0.500 ± 0.000", "3.750 ± 1.963", "−0.250 ± 0.000"]
+
+
+def test_medians_need_all_tuning_seeds():
+    shared = {"task": "resnet-34", "method": "EGOP", "steps": 730, "beta": 0.99, "warmup": 50, "clip": 1.0}
+    losses = {Run(**shared, seed=seed, rate=-2): seed - 10000.0 for seed in TUNING_SEEDS}
+    losses |= {Run(**shared, seed=seed, rate=0): 0.5 for seed in TUNING_SEEDS[:2]}
+    assert update_sizes.make_convolutions_table(losses)[3] == ["3 ×", "1.000", "–", "–", "–"]
+
+
+def test_missing_runs_are_done_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(update_sizes, "RECORD", tmp_path / "runs.jsonl")
+    monkeypatch.setattr(update_sizes, "SEEDS", range(1))
+    task = dataclasses.replace(TASKS["tiny"], steps=4)
+    monkeypatch.setattr(update_sizes, "TASKS", {"tiny": (task, 10)})
+    for _ in range(2):
+        update_sizes.main("tiny", "")
+        runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+        assert [run["multiple"] for run in runs] == [1, 2, 4]
+    assert len({run["test"] for run in runs}) == 3
