@@ -69,7 +69,7 @@ def test_other_sizes_change_the_updates_of_convolutions_alone():
         task.loss(model, next(iter(task.batches))).backward()
         optimizer.step()
         steps[method] = {name: weight.detach() for name, weight in model.named_parameters()}
-    before = dict(task.model.named_parameters())
+    before = {name: weight.detach() for name, weight in task.model.named_parameters()}
     ours, single = ({name: float((some[name] - before[name]).norm()) for name in before} for some in steps.values())
     convolutions = adamws_rate.find_convolutions(task.model)
     assert len(convolutions) == 3
