@@ -31,6 +31,7 @@ from egop_lab.race.tasks import METHOD_NAMES, RIVALS, TASKS, Run, Task
 from egop_lab.race.tune import plan, read_losses
 
 _MOST_FAILURES = 5
+_STEP_SECONDS = 0.03  # of a task that has no records yet
 _START_SECONDS = 45  # imports, data, CUDA graphs and the compilation of kernels, once per worker
 
 
@@ -125,7 +126,11 @@ class Race:
         self.records = load_records(*paths, out)
         self.losses = read_losses(self.records.values())
         self.failed: dict[Run, str] = {}
-        self.step_seconds: dict[tuple[str, str], float] = {}
+        # Each worker is the slower, the more there are.
+        self.step_seconds = {
+            (run.task, run.method): record["seconds"] / run.steps * workers / record["workers"]
+            for run, record in self.records.items()
+        }
         self.made = 0
         self.workers = [Worker(*settings) for _ in range(workers)]
 
@@ -174,7 +179,7 @@ class Race:
         known = self.step_seconds.get((run.task, run.method)) or max(
             (seconds for (task, _), seconds in self.step_seconds.items() if task == run.task), default=0.0
         )
-        step = known or TASKS[run.task].step_seconds * len(self.workers)
+        step = known or _STEP_SECONDS * len(self.workers)
         return 1.3 * step * run.steps + 1 + (_START_SECONDS if worker.is_new and self.budget < math.inf else 0)
 
     def _take_back(self, worker: Worker) -> None:

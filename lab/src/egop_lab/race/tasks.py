@@ -89,7 +89,6 @@ class Task:
         windows: how many validation windows are used for that; the end of a run is evaluated on all.
         crop: side of the images that the model sees.
         compiled: train with ``torch.compile`` rather than with a CUDA graph.
-        step_seconds: rough time of a step on an H200, to plan the first runs of a slice.
     """
 
     name: str
@@ -116,7 +115,6 @@ class Task:
     windows: int = 512
     crop: int = 96
     compiled: bool = False
-    step_seconds: float = 0.01
 
     def length(self, multiple: float) -> int:
         """Return the number of steps of a run that is this many times as long."""
@@ -173,7 +171,6 @@ _ALL = (
         guesses=_guess(-1, 3, 2, 3, 0),
         betas=_LARGE_BETAS,
         multiples=(3.0,),
-        step_seconds=0.025,
         **_RATE_ONLY,
     ),
     Task(  # 65,536 tokens a batch
@@ -190,7 +187,6 @@ _ALL = (
         multiples=(),
         windows=64,
         compiled=True,
-        step_seconds=0.14,
         **_RATE_ONLY,
     ),
     Task(
@@ -200,7 +196,6 @@ _ALL = (
         steps=730,
         guesses=_guess(0, 6, 6, 4, 4, SGD=13),
         weight_decay=1e-4,
-        step_seconds=0.012,
         **_IMAGES,
     ),
     Task(
