@@ -169,6 +169,8 @@ METHODS: dict[str, Callable[[Setup], Optimizer]] = {
     "EGOP, momentum 0.95": lambda setup: build_egop(setup, betas=(0.95, setup.beta)),
     **{f"EGOP, outside rate x {k}": functools.partial(build_egop, outside_scale=float(k)) for k in (2, 4, 8)},
     **{f"EGOP, convolutions x {k}": functools.partial(build_egop, overlapping=float(k)) for k in (1, 2, 4)},
+    "EGOP, Adam's size": lambda setup: build_polar(setup, VariantPolarAdam, adams_size="corrected"),
+    "EGOP, Adam's size, uncorrected": lambda setup: build_polar(setup, VariantPolarAdam, adams_size="uncorrected"),
     "EGOP, both sides": lambda setup: build_polar(setup, VariantPolarAdam, both_sides=True),
     "EGOP, renewed every 20 steps": functools.partial(build_egop, every=20),
     "SOAP, package": build_package_soap,
