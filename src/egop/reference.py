@@ -76,7 +76,7 @@ def step_rotated(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
         U = a * U + (b * A + c * A @ A) @ U
 
     # W ← W − lr · s · Q U / rms(U), with a smaller s if Adam's direction fades
-    least = 3 if weight.shape[2:].numel() > 1 else 1  # for kernels (of windows that overlap) and for matrices
+    least = 3 if weight.shape[2:].numel() > 1 else 1  # 3 for kernels, whose windows overlap
     gain = max(least, (matrix.shape[0] / matrix.shape[1]) ** 0.5)
     s = group["update_rms"] * gain * min(1, D.abs().max() / 0.01)
     update = s * Q @ U / U.square().mean().sqrt().clamp_min(1e-300)

@@ -45,7 +45,14 @@ def test_differences_are_paired():
 
 
 def test_medians_need_all_tuning_seeds():
-    shared = {"task": "resnet-34", "method": "EGOP", "steps": 730, "beta": 0.99, "warmup": 50, "clip": 1.0}
+    shared = {
+        "task": "resnet-34",
+        "method": "EGOP, convolutions x 3",
+        "steps": 730,
+        "beta": 0.99,
+        "warmup": 50,
+        "clip": 1.0,
+    }
     losses = {Run(**shared, seed=seed, rate=-2): seed - 10000.0 for seed in TUNING_SEEDS}
     losses |= {Run(**shared, seed=seed, rate=0): 0.5 for seed in TUNING_SEEDS[:2]}
     assert update_sizes.make_convolutions_table(losses)[3] == ["3 ×", "1.000", "–", "–", "–"]

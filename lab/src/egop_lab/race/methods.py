@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,7 @@ from egop_lab.race.variants import VariantPolarAdam
 BASELINE = "AdamW"
 _MEMORY = "8GiB"  # for all bases: no method is to lack one
 _SMALLER = egop.Shared(side="smaller")
-# As egop.EGOP chooses them: the size of a square matrix's update in networks with normalization layers, as all tasks
-# have, and the least factor for convolutions whose windows overlap, as those of all kernels here do.
-_UPDATE_RMS, _OVERLAPPING_GAIN = 0.4, 3.0
+_UPDATE_RMS = 0.4  # of a square matrix, as egop.EGOP chooses for networks with normalization layers, as all tasks have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +39,7 @@ class Setup:
         beta: the method's tuned decay.
         beta2: AdamW's, for all other parameters.
         weight_decay: decoupled, for all parameters; SGD's is not.
+        overlapping: least factor of EGOP's updates of convolutions, whose windows all overlap here.
         seed: of a random rotation.
     """
 
@@ -50,6 +49,7 @@ class Setup:
     beta: float
     beta2: float
     weight_decay: float
+    overlapping: float
     seed: int
 
     @property
@@ -110,20 +110,16 @@ def build_package_soap(setup: Setup) -> Optimizer:
     return build_beside(setup, SOAP, betas=(0.95, setup.beta), precondition_frequency=10)
 
 
-def build_polar(
-    setup: Setup, kind: type[Optimizer] = PolarAdam, overlapping: float = _OVERLAPPING_GAIN, **options: Any
-) -> Optimizer:
+def build_polar(setup: Setup, kind: type[Optimizer] = PolarAdam, **options: Any) -> Optimizer:
     """Build PolarAdam with updates of EGOP's size; ``beta`` is its beta2."""
 
     def build(weights: Sequence[Tensor], **shared: Any) -> Optimizer:
-        return kind(group_by_shape(weights, weights, overlapping), **shared)
+        return kind(group_by_shape(weights, weights, setup.overlapping), **shared)
 
     return build_beside(setup, build, **{"betas": (0.9, setup.beta), **options})
 
 
-def group_by_shape(
-    weights: Sequence[Tensor], members: Sequence[Any], overlapping: float = _OVERLAPPING_GAIN
-) -> list[dict[str, Any]]:
+def group_by_shape(weights: Sequence[Tensor], members: Sequence[Any], overlapping: float) -> list[dict[str, Any]]:
     """Group weights by shape, with EGOP's update size for each group; put ``members`` in place of the weights."""
     groups: dict[torch.Size, dict[str, Any]] = {}
     for weight, member in zip(weights, members, strict=True):
@@ -139,6 +135,11 @@ def build_egop(setup: Setup, **options: Any) -> Optimizer:
     return build_polar(setup, RotatedPolarAdam, **options)
 
 
+def build_with_factor(setup: Setup, factor: float) -> Optimizer:
+    """Build EGOP with another factor for convolutions."""
+    return build_egop(replace(setup, overlapping=factor))
+
+
 def build_of_momentum(setup: Setup) -> Optimizer:
     """Build EGOP with the running mean of the momentum's squares, which forgets twice as fast."""
     betas = (0.9, 2 * setup.beta - 1)
@@ -152,7 +153,7 @@ def build_random(setup: Setup) -> Optimizer:
     basis = egop.estimate(objective, rho=egop.Initialization(), structure=structure, memory=_MEMORY, progress=False)
     named = dict(setup.model.named_parameters())
     hidden = [(name, named.pop(name)) for name in setup.hidden]
-    groups = group_by_shape([weight for _, weight in hidden], hidden)
+    groups = group_by_shape([weight for _, weight in hidden], hidden, setup.overlapping)
     return build_rotated(setup, PolarAdam, basis, [*groups, {"params": list(named.items())}], betas=(0.9, setup.beta))
 
 
@@ -168,7 +169,7 @@ METHODS: dict[str, Callable[[Setup], Optimizer]] = {
     "EGOP, squared momentum": build_of_momentum,
     "EGOP, momentum 0.95": lambda setup: build_egop(setup, betas=(0.95, setup.beta)),
     **{f"EGOP, outside rate x {k}": functools.partial(build_egop, outside_scale=float(k)) for k in (2, 4, 8)},
-    **{f"EGOP, convolutions x {k}": functools.partial(build_egop, overlapping=float(k)) for k in (1, 2, 4)},
+    **{f"EGOP, convolutions x {k}": functools.partial(build_with_factor, factor=float(k)) for k in (2, 3, 4)},
     "EGOP, Adam's size": lambda setup: build_polar(setup, VariantPolarAdam, adams_size="corrected"),
     "EGOP, Adam's size, uncorrected": lambda setup: build_polar(setup, VariantPolarAdam, adams_size="uncorrected"),
     "EGOP, both sides": lambda setup: build_polar(setup, VariantPolarAdam, both_sides=True),

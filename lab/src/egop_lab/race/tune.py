@@ -52,10 +52,10 @@ RULES = """
    rotated instead of the smaller one, renewals at least every 20 steps instead of every 200, momentum 0.95 instead of
    0.9. The mean difference of the validation loss to EGOP's at the same seeds decides. (Since 2026-11-18, before their
    first run; momentum 0.95 since that evening, after the others had run.)
-   What decides the size of updates is decided by tuning runs at several rates: two and four times the learning rate for
-   the parameters that AdamW steps, and larger updates of convolutions, on ResNet-34 and on small networks. (Since
-   2026-11-19. On that day updates of convolutions whose windows overlap became three times as large, because EGOP had
-   lost 0.107 at AdamW's rate on ResNet-34.)
+   Sizes of updates are compared by tuning runs at several rates: two and four times the learning rate for the
+   parameters that AdamW steps, and larger updates of convolutions. (Since 2026-11-19. On that day EGOP's updates of
+   convolutions whose windows overlap became three times as large, because it had lost 0.107 at AdamW's rate on
+   ResNet-34. The runs of that task are older.)
 10. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
 11. EGOP also makes tuning runs at AdamW's tuned rate, to see what it loses there. (Since 2026-11-18.)
 12. On Python code AdamW's rate is tuned again by full-length runs with seed 0: three rates around its best one, more

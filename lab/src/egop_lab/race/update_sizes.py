@@ -27,7 +27,7 @@ from egop_lab.race.tune import Losses
 
 _RECORDS = Path(__file__).parents[4] / "docs" / "records"
 RECORD = _RECORDS / "outside-rate.jsonl"
-TUNING_RECORDS = (_RECORDS / "update-sizes.jsonl", _RECORDS / "race.jsonl")  # the first record of a run counts
+TUNING_RECORDS = (_RECORDS / "race.jsonl", _RECORDS / "update-sizes.jsonl")
 METHODS = {1: "EGOP", 2: "EGOP, outside rate x 2", 4: "EGOP, outside rate x 4"}  # by multiple
 SEEDS = range(5)
 _VIT = {"side": 48, "patch": 8, "layers": 4, "width": 96, "heads": 3, "hidden": 256, "classes": 10}
@@ -62,17 +62,15 @@ def make_outside_table(losses: Losses) -> list[list[str]]:
     """Return the median validation loss of the race's tuning runs by multiple of the rate outside."""
     rows = [["median validation loss", "lr", "1 × lr", "2 × lr", "4 × lr"]]
     for name, rates in _RATES.items():
-        # At that time EGOP took smaller steps with convolutions.
-        methods = METHODS | ({1: "EGOP, convolutions x 1"} if name == "resnet-34" else {})
         for rate in rates:
-            medians = [_find_median(losses, name, method, rate) for method in methods.values()]
+            medians = [_find_median(losses, name, method, rate) for method in METHODS.values()]
             rows.append([TITLES[name].partition(",")[0], _format_rate(rate), *medians])
     return rows
 
 
 def make_convolutions_table(losses: Losses) -> list[list[str]]:
     """Return the median validation loss of tuning runs on ResNet-34 by size of the updates of convolutions and rate."""
-    methods = {1: "EGOP, convolutions x 1", 2: "EGOP, convolutions x 2", 3: "EGOP", 4: "EGOP, convolutions x 4"}
+    methods = {1: "EGOP"} | {factor: f"EGOP, convolutions x {factor}" for factor in (2, 3, 4)}
     rows = [["median validation loss", *(f"lr {_format_rate(rate)}" for rate in _CONVOLUTION_RATES)]]
     for factor, method in methods.items():
         medians = [_find_median(losses, "resnet-34", method, rate) for rate in _CONVOLUTION_RATES]
