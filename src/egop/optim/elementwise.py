@@ -38,6 +38,7 @@ class MatrixStack:
         states: their states.
         shape: shape of a weight as a matrix, or as a stack of matrices.
         bases: in a step in rotated coordinates, stacked bases of the smaller sides of the matrices.
+        bases_layout: stacks them.
     """
 
     def __init__(self, weights: Sequence[Tensor], group: Mapping[str, Any], *, any_column_order: bool) -> None:
@@ -45,6 +46,7 @@ class MatrixStack:
         self.gradients: list[Tensor] = []
         self.states: list[dict[str, Tensor]] = []
         self.bases: Tensor | None = None
+        self.bases_layout: MatrixStack | None = None
         weight, last = weights[0], group["matrices_last"]
         usual = tuple(range(weight.dim()))
         in_memory = (0, *sorted(usual[1:], key=weight.stride, reverse=True))

@@ -210,36 +210,44 @@ class MatrixOptimizer(Optimizer, abc.ABC):
 
     def _step_recorded(self, stacks: Sequence[MatrixStack]) -> None:
         """Step with a CUDA graph, which reads gradients and rates from its own buffers."""
-        groups = {id(stack.group): stack for stack in stacks}
-        filled = {key: self._buffer_rates(stack.group, stack.weights[0]) for key, stack in groups.items()}
-        tensors = [rate for rates in filled.values() for rate in rates]
+        self._buffer_gradients(stacks)
+        rates = self._buffer_rates(stacks)
+        tensors = [buffer for buffers in rates for buffer in buffers]
         for stack in stacks:
-            self._buffer_gradients(stack)
-            tensors += [*stack.weights, *stack.gradients, *([] if stack.bases is None else [stack.bases])]
             # Counters stay on the CPU.
-            tensors += [tensor for state in stack.states for tensor in state.values() if tensor.dim()]
-        rates = [filled[id(stack.group)] for stack in stacks]
-        self._graph.run(tensors, self, stacks, rates, _recorded_settings(stack.group for stack in groups.values()))
+            state = [tensor for state in stack.states for tensor in state.values() if tensor.dim()]
+            tensors += [*stack.weights, *stack.gradients, *state]
+        self._graph.run(tensors, self, stacks, rates, _recorded_settings(stacks))
         # Autograd does not see what a graph writes, but must notice that older autograd graphs are invalid.
         torch.autograd.graph.increment_version([weight for stack in stacks for weight in stack.weights])
 
-    def _buffer_gradients(self, stack: MatrixStack) -> None:
-        buffers = [self._gradient_buffers.setdefault(weight, torch.empty_like(weight)) for weight in stack.weights]
-        copy_all(buffers, stack.gradients)
-        stack.gradients = buffers
+    def _buffer_gradients(self, stacks: Sequence[MatrixStack]) -> None:
+        gradients, known = [gradient for stack in stacks for gradient in stack.gradients], self._gradient_buffers
+        for stack in stacks:
+            known.update({weight: torch.empty_like(weight) for weight in stack.weights if weight not in known})
+            stack.gradients = [known[weight] for weight in stack.weights]
+        copy_all([buffer for stack in stacks for buffer in stack.gradients], gradients)
 
-    def _buffer_rates(self, group: Mapping[str, Any], weight: Tensor) -> list[Tensor]:
-        key = id(group), weight.dtype, weight.device
-        buffers = self._rate_buffers.setdefault(key, [weight.new_empty(()), weight.new_empty(())])
-        for buffer, value in zip(buffers, _rates(group), strict=True):
-            buffer.copy_(value) if isinstance(value, Tensor) else buffer.fill_(value)
-        return buffers
+    def _buffer_rates(self, stacks: Sequence[MatrixStack]) -> list[list[Tensor]]:
+        """Return two buffers for each stack, with the rates of its group; stacks with equal rates share them."""
+        filled: dict[Any, list[Tensor]] = {}
+        keys = []
+        for stack in stacks:
+            weight, rates = stack.weights[0], _rates(stack.group)
+            keys.append((id(stack.group) if isinstance(rates[0], Tensor) else rates, weight.device))
+            if keys[-1] not in filled:
+                place = len(filled), weight.dtype, weight.device
+                buffers = self._rate_buffers.setdefault(place, [weight.new_empty(()), weight.new_empty(())])
+                for buffer, value in zip(buffers, rates, strict=True):
+                    buffer.copy_(value) if isinstance(value, Tensor) else buffer.fill_(value)
+                filled[keys[-1]] = buffers
+        return [filled[key] for key in keys]
 
     def reset_graphs(self) -> None:
         """Drop all graphs and their buffers, because the tensors of this optimizer may have changed."""
         self._is_recordable = bool(vars(type(self)).get("recordable"))
         self._graph = InPlaceGraph(_step_all, Recorder(branched=True))
-        self._rate_buffers: dict[Any, list[Tensor]] = {}  # by group, dtype and device
+        self._rate_buffers: dict[Any, list[Tensor]] = {}  # by number, dtype and device
         self._gradient_buffers: dict[Tensor, Tensor] = {}
         # By group and weights: their layouts, and stacks with the indices of their weights.
         self._stacks: dict[tuple[int, ...], tuple[list[Any], list[tuple[MatrixStack, list[int]]]]] = {}
@@ -260,9 +268,10 @@ def rms_scales(matrices: Tensor, rms: float) -> Tensor:
     return scales.nan_to_num_(nan=0.0, posinf=0.0)
 
 
-def _recorded_settings(groups: Iterable[Mapping[str, Any]]) -> str:
+def _recorded_settings(stacks: Iterable[MatrixStack]) -> str:
     """Return the settings that a CUDA graph is recorded with: all but the rates, which it reads from buffers."""
     rates = ("params", "lr", "weight_decay")
+    groups = {id(stack.group): stack.group for stack in stacks}.values()
     return str([{key: value for key, value in group.items() if key not in rates} for group in groups])
 
 

@@ -73,15 +73,19 @@ class RotatedPolarAdam(PolarAdam):
             self._start(stack)
         self._install(_find_due(stacks))
         self._ahead.clear()
-        for stack in stacks:
-            self._stack_bases(stack)
         super()._step_stacks(stacks)
-        is_kept = self._is_recorded(stacks)  # a graph reads the stacked bases
         for stack in stacks:
-            stack.bases = stack.bases if is_kept else None
             for state in stack.states:
                 state["step"].add_(_ONE)
         self._renew_ahead([stack for stack in stacks if stack.weights[0].is_cuda and not is_sharded(stack.weights[0])])
+
+    def _step_stack(self, stack: MatrixStack, lr: Any, kept: Any) -> None:
+        """Step in the bases, which are copied to one stack, in the precision of products."""
+        bases = [state["basis"] for state in stack.states]
+        assert stack.bases_layout is not None
+        stack.bases = stack.bases_layout.stack(bases, torch.bfloat16 if _is_fast_in_bfloat16(bases[0]) else None)
+        super()._step_stack(stack, lr, kept)
+        stack.bases = None
 
     def _start(self, stack: MatrixStack) -> None:
         """Create the state of weights that have none, with the identity as basis."""
@@ -90,6 +94,9 @@ class RotatedPolarAdam(PolarAdam):
                 state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                 identity = torch.eye(min(stack.shape[-2:]), dtype=weight.dtype, device=weight.device)
                 state["basis"] = identity.expand(*stack.shape[:-2], *identity.shape).clone()
+        if stack.bases_layout is None:
+            bases = [state["basis"] for state in stack.states]
+            stack.bases_layout = MatrixStack(bases, {"matrices_last": True}, any_column_order=self._is_recordable)
 
     def _renew_ahead(self, stacks: Sequence[MatrixStack]) -> None:
         """Compute the next bases on a side stream, if there is one."""
@@ -133,17 +140,6 @@ class RotatedPolarAdam(PolarAdam):
             for state, turn, basis in zip(members, *self._renewal(torch.stack(found), bases), strict=True):
                 renewals[state["exp_avg"]] = _Renewal(turn, basis, _version(state))
         return renewals
-
-    def _stack_bases(self, stack: MatrixStack) -> None:
-        """Stack the bases in the precision of products, in the same memory as long as that is kept for a graph."""
-        bases = [state["basis"] for state in stack.states]
-        if bases[0].device.type == "cpu":
-            stack.bases = torch.stack(bases)
-            return
-        if stack.bases is None:
-            dtype = torch.bfloat16 if _is_fast_in_bfloat16(bases[0]) else bases[0].dtype
-            stack.bases = bases[0].new_empty(len(bases), *bases[0].shape, dtype=dtype)
-        copy_all(stack.bases.unbind(), bases)
 
     def reset_graphs(self) -> None:
         """Drop all graphs, and the bases that were computed ahead."""
