@@ -38,5 +38,6 @@ CASES = {
     "Sinkhorn": (egop.optim.Sinkhorn, literal_sinkhorn, {}),
     "Sinkhorn once": (egop.optim.Sinkhorn, literal_sinkhorn, {"iterations": 1, "update_rms": 0.7}),
     "PolarAdam": (egop.optim.PolarAdam, literal_polar, {}),
+    "PolarAdam of Adam's size": (egop.optim.PolarAdam, literal_polar, {"adam_sized": True, "betas": (0.9, 0.99)}),
     "PolarAdam without Nesterov": (egop.optim.PolarAdam, literal_polar, {"nesterov": False, "betas": (0.8, 0.99)}),
 }

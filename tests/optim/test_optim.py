@@ -36,7 +36,8 @@ class Reference:
         matrix = N.reshape(len(N), -1)
         update = self.function(matrix, group).reshape(N.shape)
         if update.any():
-            update = group["update_rms"] * update / update.square().mean().sqrt()
+            size = min(1, N.square().mean().sqrt()) if group.get("adam_sized") else 1
+            update = size * group["update_rms"] * update / update.square().mean().sqrt()
         weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * decode(update))
 
 

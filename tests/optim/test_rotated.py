@@ -160,3 +160,31 @@ def test_steps_do_not_wait_for_the_gpu():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert isinstance(optimizer._side_stream, SideStream)
+
+
+@needs_gpu
+def test_groups_whose_rates_part_step_as_on_the_cpu():
+    ends = []
+    for device in ("cpu", "cuda"):
+        weights = make_weights(device)
+        groups = [{"params": weights[:4]}, {"params": weights[4:]}]
+        optimizer = RotatedPolarAdam(groups, lr=0.02, every=5)
+        for step in range(12):
+            optimizer.param_groups[1]["lr"] = 0.02 if step < 4 or step == 9 else 0.01
+            optimizer.param_groups[0]["weight_decay"] = 0.1 if step > 6 else 0.0
+            end = train(weights, optimizer, step, step + 1)
+        ends.append(end)
+    assert distance(*ends) < 1e-7
+
+
+@needs_gpu
+def test_a_basis_that_was_overwritten_is_used_by_the_next_step():
+    ends = []
+    for device in ("cpu", "cuda"):
+        weights = make_weights(device)
+        optimizer = RotatedPolarAdam(weights, lr=0.02, every=100)
+        train(weights, optimizer, 0, 9)
+        basis = optimizer.state[weights[0]]["basis"]
+        basis.data.copy_(torch.eye(len(basis)))  # which autograd does not count
+        ends.append(train(weights, optimizer, 9, 11))
+    assert distance(*ends) < 1e-7

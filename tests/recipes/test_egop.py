@@ -96,9 +96,9 @@ def test_settings_of_a_group_are_checked(setting, words):
 
 
 def test_the_size_of_updates_is_shown():
-    assert "a root mean square of 0.4 times lr\n" in str(egop.EGOP(network()))
+    assert "over lr (update_rms): 0.4\n" in str(egop.EGOP(network()))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    assert "0.2 times lr; if the model normalizes activations, pass update_rms=0.4" in str(egop.EGOP(model))
+    assert "1.6 times that of Adam's direction; if the model normalizes activations, pass 0.4" in str(egop.EGOP(model))
 
 
 def test_tables_of_positions_are_left_to_adamw():
@@ -149,7 +149,7 @@ def test_step_does_not_depend_on_the_memory_layout():
         torch.manual_seed(0)
         layers = [nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Conv2d(6, 40, 2), nn.Tanh(), nn.Conv2d(40, 4, 1)]
         model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(36, 3)).double().to(memory_format=layout)
-        optimizer = egop.EGOP(model, lr=0.02, every=3)
+        optimizer = egop.EGOP(model, lr=0.005, every=3)
         for step in range(8):
             inputs = torch.randn(9, 2, 6, 6, generator=torch.Generator().manual_seed(step)).double()
             model.zero_grad()
@@ -215,13 +215,16 @@ def test_groups_have_their_own_settings():
     assert identical(cases.parameters_of(model), cases.parameters_of(other))
 
 
-def test_updates_are_smaller_in_networks_without_normalization_layers():
+def test_size_of_updates_follows_adams_direction_in_networks_without_normalization_layers():
     plain, custom = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), network()
     custom.norm = nn.Identity()
-    for model, expected in ((plain, 0.2), (custom, 0.2), (network(), 0.4), (nn.Sequential(plain, nn.RMSNorm(2)), 0.4)):
+    normed = nn.Sequential(plain, nn.RMSNorm(2))
+    for model, expected in ((plain, "adam"), (custom, "adam"), (network(), 0.4), (normed, 0.4)):
         optimizer = egop.EGOP(model, lr=0.5, weight_decay=0.0, every=3)
         assert optimizer.param_groups[0]["update_rms"] == expected
     assert egop.EGOP(plain, update_rms=0.3).param_groups[0]["update_rms"] == 0.3
+    with pytest.raises(TypeError, match="update_rms must be a number, got str 'adams'"):
+        egop.EGOP(plain, update_rms="adams")
 
 
 class Conv1D(nn.Module):
@@ -251,13 +254,15 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_size_of_an_update_depends_on_inputs_and_outputs(name):
     build, shape, gain = LAYERS[name]
+    torch.manual_seed(0)
     layer = build()
-    optimizer = egop.EGOP(layer, lr=0.5, weight_decay=0.0)
+    optimizer = egop.EGOP(layer, lr=0.5, eps=1e-20, weight_decay=0.0)
     before = layer.weight.detach().clone()
     layer(torch.randn(shape)).square().mean().backward()
     optimizer.step()
-    moved = float((layer.weight - before).square().mean().sqrt())
-    assert moved == pytest.approx(0.5 * 0.2 * gain, rel=1e-4)
+    moved = float((layer.weight.detach() - before).square().mean().sqrt())
+    # The first Nesterov momentum is 0.19 times the gradient, the root of its first mean square √0.05 times.
+    assert moved == pytest.approx(0.5 * 1.6 * 0.19 / math.sqrt(0.05) * gain, rel=1e-4)
 
 
 def test_defaults_are_adamws():
@@ -352,6 +357,21 @@ def test_metrics_are_plain_numbers():
     plain = network()
     train(plain, unrotated := make(plain, rotate=False), 0, 2)
     assert set(unrotated.metrics()) == {"relative_update", "stable_rank", "nonfinite"}
+
+
+def test_relative_update_follows_adams_direction():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = egop.EGOP(model, lr=0.1, weight_decay=0.0)
+    weight, sizes = model[0].weight, []
+    for step in range(60):
+        optimizer.zero_grad()
+        model(torch.randn(9, 6, generator=torch.Generator().manual_seed(step)).double()).square().mean().backward()
+        before = weight.detach().clone()
+        expected = optimizer.metrics().get("relative_update", 0.0)
+        optimizer.step()
+        sizes.append((float((weight.detach() - before).norm() / before.norm()), expected))
+    moved, expected = (sum(each) for each in zip(*sizes[20:], strict=True))
+    assert expected == pytest.approx(moved, rel=0.3)
 
 
 def test_text_says_what_is_rotated():

@@ -51,15 +51,16 @@ def distance(one, other):
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("update_rms", [0.4, "adam"])
 @pytest.mark.parametrize("rotate", [True, False])
 @pytest.mark.parametrize("recorded", [True, False])
-def test_steps_equal_those_on_the_cpu(rotate, recorded, monkeypatch):
+def test_steps_equal_those_on_the_cpu(rotate, recorded, update_rms, monkeypatch):
     if not recorded:
         monkeypatch.setattr(matrix_optimizer, "SMALL_NETWORK_BYTES", 0)
     ends = []
     for device in ("cpu", "cuda"):
         model = make_model(torch.float64).to(device)
-        ends.append(train(model, egop.EGOP(model, rotate=rotate, **SETTINGS)))
+        ends.append(train(model, egop.EGOP(model, rotate=rotate, update_rms=update_rms, **SETTINGS)))
     assert distance(*ends) < 1e-6
 
 

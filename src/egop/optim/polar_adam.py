@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +24,9 @@ class PolarAdam(MatrixOptimizer):
 
     The running mean of the gradients (with Nesterov momentum) is divided by the root of the running mean of their
     squares, without bias correction. Five Newton-Schulz steps then bring the singular values to between 0.7 and 1.2;
-    those below about a five-hundredth of the matrix's norm stay smaller. If all entries of Adam's direction are below
-    0.01, because gradients have vanished or are far below ``eps``, the update shrinks in proportion.
+    those below about a five-hundredth of the matrix's norm stay smaller. All updates have the same root mean square,
+    but they shrink if all entries of Adam's direction are below 0.01, because gradients have vanished or are far below
+    ``eps``.
 
     The polar factor does not depend on the coordinates. Adam's direction does, so a good basis improves it.
 
@@ -37,6 +39,7 @@ class PolarAdam(MatrixOptimizer):
         iterations: number of Newton-Schulz steps.
         weight_decay: decoupled weight decay, as in AdamW.
         update_rms: root mean square of an update before the learning rate.
+        adam_sized: let it be ``update_rms`` times that of Adam's direction, and at most ``update_rms``.
 
     Example:
         >>> model = torch.nn.Linear(3, 2, bias=False)
@@ -60,12 +63,14 @@ class PolarAdam(MatrixOptimizer):
         iterations: int = 5,
         weight_decay: float = 0.0,
         update_rms: float = 0.2,
+        adam_sized: bool = False,
     ) -> None:
         rates = {"lr": lr, "betas": betas, "eps": eps, "nesterov": nesterov, "iterations": iterations}
-        super().__init__(params, rates | {"weight_decay": weight_decay, "update_rms": update_rms})
+        sizes = {"update_rms": update_rms, "adam_sized": adam_sized}
+        super().__init__(params, rates | {"weight_decay": weight_decay} | sizes)
 
     def compute_directions(self, stack: MatrixStack) -> Tensor:
-        """Return Adam's directions. There is no bias correction: it would only scale whole matrices."""
+        """Return Adam's directions, without bias correction, which would only scale whole matrices."""
         gradients: list[Tensor] | Tensor = stack.gradients
         if stack.bases is not None:
             gradients = rotate(stack.stack(stack.gradients, stack.bases.dtype), stack.bases)
@@ -78,10 +83,11 @@ class PolarAdam(MatrixOptimizer):
         return orthogonalize(matrices, stack.group["iterations"], stack.bases)
 
     def compute_scales(self, updates: Tensor, directions: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Return the factors that give updates one root mean square, or less where Adam's direction fades."""
+        """Return the factors that give updates their size, which is smaller where Adam's direction is."""
         dtype = torch.promote_types(directions.dtype, torch.float32)
-        largest = torch.linalg.vector_norm(directions, torch.inf, (-2, -1), keepdim=True, dtype=dtype)
-        return super().compute_scales(updates, directions, group).mul_(largest.div_(_FADED).clamp_max_(1))
+        order, full = (2, math.sqrt(math.prod(directions.shape[-2:]))) if group["adam_sized"] else (torch.inf, _FADED)
+        sizes = torch.linalg.vector_norm(directions, order, (-2, -1), keepdim=True, dtype=dtype)
+        return super().compute_scales(updates, directions, group).mul_(sizes.div_(full).clamp_max_(1))
 
     def transform(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the polar factors."""

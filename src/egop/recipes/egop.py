@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from egop.basis import Basis, ModuleIndex, Plan, Shared, has_norm_layers, strip_compile_prefix
+from egop.basis import Basis, ModuleIndex, Plan, Shared, strip_compile_prefix
 from egop.distributed import to_full, to_local
 from egop.formatting import pluralize
 from egop.numerics import check_nonnegative, outside_inference_mode, without_autocast
@@ -20,12 +20,11 @@ from egop.optimizer import BoundParameters, check_separate_memory, format_groups
 from egop.recipes.adamw import MOMENTS, read_numbers, step_adamw
 from egop.recipes.changes import Change, find_changes
 from egop.recipes.choice import Matrix, WeightChoice
+from egop.recipes.sizes import ADAM_FACTOR, choose_update_rms, measure_rms, size_settings
 from egop.recipes.state_dicts import check_state_dict
 
 __all__ = ["EGOP"]
 
-# Root mean square of the update of a square matrix before the learning rate, with and without normalization layers.
-_NORMALIZED_RMS, _PLAIN_RMS = 0.4, 0.2
 _HALF = {torch.float16, torch.bfloat16}
 _REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")  # options of AdamW that EGOP does not have
 
@@ -36,9 +35,9 @@ class EGOP(Optimizer):
     """PolarAdam in an eigenbasis of the momentum for weight matrices, and AdamW for everything else.
 
     Use it in place of AdamW, with the same weight decay. The update of a weight matrix has a root mean square of
-    lr · 0.4 · max(1, √(outputs / inputs)) if the model has normalization layers, and of half that otherwise, so that
-    AdamW's best learning rate is a good starting point. For convolutions whose windows overlap, 3 takes the place of 1.
-    Updates are smaller where gradients have vanished.
+    lr · s · max(1, √(outputs / inputs)), so that AdamW's best learning rate is a good starting point. If the model has
+    normalization layers, s is 0.4; otherwise it is 1.6 times the root mean square of Adam's direction. For convolutions
+    whose windows overlap, 3 takes the place of 1. Updates are smaller where gradients have vanished.
 
     Weights of linear layers, convolutions, attention and experts are updated by :class:`egop.optim.PolarAdam` in
     coordinates that follow their momentum: the smaller side of each weight is rotated to its principal axes. The
@@ -60,8 +59,8 @@ class EGOP(Optimizer):
         every: largest number of steps between renewals of a rotation. Early ones are more frequent: after steps 1, 2,
             3, 4, 6, 8, 12, 16, 24, ...
         exclude: name patterns, such as ``"*.gate"``, of modules or weights to leave to AdamW.
-        update_rms: the factor 0.4 or 0.2 of the rule above. Set it to 0.4 if the model normalizes activations by
-            functions instead of modules.
+        update_rms: the factor s of the rule above: a number, or ``"adam"`` for 1.6 times the root mean square of Adam's
+            direction. Set it to 0.4 if the model normalizes activations by functions instead of modules.
         outside_lr: learning rate of what AdamW updates (embeddings, heads, norms, biases), as a multiple of ``lr``. Try
             4 for vision transformers.
         model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
@@ -95,7 +94,7 @@ class EGOP(Optimizer):
         rotate: bool = True,
         every: int = 200,
         exclude: Sequence[str] | None = (),
-        update_rms: float | None = None,
+        update_rms: float | str | None = None,
         outside_lr: float = 1.0,
         model: nn.Module | None = None,
         foreach: bool | None = None,
@@ -109,7 +108,7 @@ class EGOP(Optimizer):
             raise TypeError(f"rotate must be True or False, got {rotate!r}.")
         module = params if model is None and isinstance(params, nn.Module) else model
         if update_rms is None:
-            update_rms = _NORMALIZED_RMS if module is None or has_norm_layers(module) else _PLAIN_RMS
+            update_rms = choose_update_rms(module)
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "update_rms": update_rms}
         settings |= {"rotate": rotate, "every": every, "outside_lr": outside_lr}
         self.defaults = settings | {"foreach": foreach, "fused": fused}
@@ -145,7 +144,8 @@ class EGOP(Optimizer):
     def metrics(self) -> dict[str, float]:
         """Return numbers to log, for instance to TensorBoard: means, maxima or counts over all weight matrices.
 
-        - ``relative_update``: norm of an update, unless gradients have vanished, over the norm of the weight.
+        - ``relative_update``: norm of an update, unless gradients have vanished, over the norm of the weight. With
+          ``update_rms="adam"`` the norm is estimated from the running means.
         - ``stable_rank``: of the momentum, relative to the smaller side of the weight; 1 if all directions are equally
           strong.
         - ``off_diagonal``: share of the momentum's Gram matrix off its diagonal in the basis; 0 in the eigenbasis.
@@ -164,7 +164,7 @@ class EGOP(Optimizer):
                 matrix, state = self._choice.matrices.get(name), self.state.get(parameter, {})
                 if matrix is None or "exp_avg" not in state:
                     continue
-                size = float(group["lr"]) * group["update_rms"] * matrix.gain * math.sqrt(parameter.numel())
+                size = float(group["lr"]) * measure_rms(group, state) * matrix.gain * math.sqrt(parameter.numel())
                 norm = float(to_full(parameter).double().norm())
                 found.setdefault("relative_update", []).append(size / norm if norm else math.inf)
                 momentum = to_full(state["exp_avg"])
@@ -311,9 +311,9 @@ class EGOP(Optimizer):
         return f"{type(self).__name__}({matrices}, AdamW for {others}, lr={rates})"
 
     def __str__(self) -> str:
-        rms = self.defaults["update_rms"]
-        note = "; if the model normalizes activations, pass update_rms=0.4" if rms == _PLAIN_RMS else ""
-        size = f"updates of square matrices: a root mean square of {rms:g} times lr{note}"
+        if (rms := self.defaults["update_rms"]) == "adam":
+            rms = f"{ADAM_FACTOR} times that of Adam's direction; if the model normalizes activations, pass 0.4"
+        size = f"root mean square of updates of square matrices, over lr (update_rms): {rms}"
         return "\n".join([repr(self), size, *format_groups(self.param_groups), str(self.plan)])
 
     def _named_parameters(self) -> list[tuple[str, Tensor]]:
@@ -406,7 +406,7 @@ class EGOP(Optimizer):
                 settings |= self._engine.defaults | {"matrices_last": matrix.stacked > 0}
             settings["lr"], settings["eps"], settings["weight_decay"] = read_numbers(group)
             settings["betas"], settings["every"] = group["betas"], group["every"]
-            settings["update_rms"] = matrix.gain * group["update_rms"]
+            settings |= size_settings(group["update_rms"], matrix.gain)
             # A weight in half precision is stepped through its float32 copy, with the state of the weight itself.
             states, weights = [self.state[parameter] for parameter in parameters], parameters
             if not _HALF.isdisjoint([parameter.dtype for parameter in parameters]):
@@ -440,8 +440,10 @@ def _refuse_options(settings: Mapping[str, Any]) -> None:
 def _make_engine(settings: Mapping[str, Any]) -> PolarAdam:
     """Create the optimizer of the matrices, which holds no parameters of its own. It checks the settings."""
     check_nonnegative("outside_lr", settings["outside_lr"])
-    names = ("lr", "betas", "eps", "weight_decay", "update_rms", *(("every",) if settings["rotate"] else ()))
-    options = {name: settings[name] for name in names}
+    if settings["update_rms"] != "adam":
+        check_nonnegative("update_rms", settings["update_rms"])
+    names = ("lr", "betas", "eps", "weight_decay", *(("every",) if settings["rotate"] else ()))
+    options = {name: settings[name] for name in names} | size_settings(settings["update_rms"])
     return (RotatedPolarAdam if settings["rotate"] else PolarAdam)([{"params": []}], **options)
 
 
