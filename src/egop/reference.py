@@ -76,12 +76,12 @@ def step_rotated(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
         U = a * U + (b * A + c * A @ A) @ U
 
     # W ← W − lr · s · Q U / rms(U), where s depends on the size of Adam's direction
-    least = 3 if weight.shape[2:].numel() > 1 else 1  # 3 for kernels, whose windows overlap
-    gain = max(least, (matrix.shape[0] / matrix.shape[1]) ** 0.5)
+    s = max(1, (matrix.shape[0] / matrix.shape[1]) ** 0.5)
     if group["update_rms"] == "adam":
-        s = 1.6 * gain * min(1, D.square().mean().sqrt())
-    else:  # shrinks where the direction fades
-        s = group["update_rms"] * gain * min(1, D.abs().max() / 0.01)
+        s *= 1.6 * min(1, D.square().mean().sqrt())
+    else:
+        is_kernel = weight.shape[2:].numel() > 1  # whose windows overlap; where D fades, the update shrinks
+        s = group["update_rms"] * max(s, 3 * is_kernel) * min(1, D.abs().max() / 0.01)
     update = s * Q @ U / U.square().mean().sqrt().clamp_min(1e-300)
     weight.sub_(group["lr"] * (update if wide else update.mT).reshape(weight.shape))
 

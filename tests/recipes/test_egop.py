@@ -251,18 +251,22 @@ LAYERS = {
 }
 
 
+@pytest.mark.parametrize("update_rms", [0.3, "adam"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_size_of_an_update_depends_on_inputs_and_outputs(name):
+def test_size_of_an_update_depends_on_inputs_and_outputs(name, update_rms):
     build, shape, gain = LAYERS[name]
     torch.manual_seed(0)
     layer = build()
-    optimizer = egop.EGOP(layer, lr=0.5, eps=1e-20, weight_decay=0.0)
+    optimizer = egop.EGOP(layer, lr=0.5, eps=1e-20, weight_decay=0.0, update_rms=update_rms)
     before = layer.weight.detach().clone()
     layer(torch.randn(shape)).square().mean().backward()
     optimizer.step()
     moved = float((layer.weight.detach() - before).square().mean().sqrt())
-    # The first Nesterov momentum is 0.19 times the gradient, the root of its first mean square √0.05 times.
-    assert moved == pytest.approx(0.5 * 1.6 * 0.19 / math.sqrt(0.05) * gain, rel=1e-4)
+    if update_rms == "adam":
+        gain = {3.0: 1.5, 4.0: 4.0}.get(gain, gain)  # the same for convolutions as for other layers
+        # The first Nesterov momentum is 0.19 times the gradient, the root of its first mean square √0.05 times.
+        update_rms = 1.6 * 0.19 / math.sqrt(0.05)
+    assert moved == pytest.approx(0.5 * update_rms * gain, rel=1e-4)
 
 
 def test_defaults_are_adamws():

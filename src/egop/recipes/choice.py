@@ -19,7 +19,6 @@ from egop.optimizer import find_user_level
 
 # Parameters that a model holds outside any layer, such as ``pos_embed``: what they hold is added, not multiplied.
 _POSITIONS = re.compile(r"pos(ition|itional)?s?(_|$)|.*(embed|token)")
-_OVERLAPPING_GAIN = 3.0  # of convolutions whose windows overlap: docs/reproduction/adamws-rate.md
 _WIDEST = 8192  # a weight whose sides are both wider is left to AdamW: its polar factor would take too long
 
 
@@ -28,12 +27,13 @@ class Matrix(NamedTuple):
 
     Attributes:
         stacked: the number of leading dimensions that count matrices: 1 for experts, otherwise 0.
-        gain: factor of its updates, the root of outputs over inputs, but at least 1, or 3 for a convolution whose
-            windows overlap.
+        gain: the root of outputs over inputs, but at least 1: a factor of its updates.
+        overlaps: whether it is a convolution whose windows overlap.
     """
 
     stacked: int
     gain: float
+    overlaps: bool
 
     def sides(self, weight: Tensor) -> tuple[int, int]:
         """Return the shape of a weight, or of each matrix of a stack, as a matrix with one row per first index."""
@@ -53,8 +53,7 @@ class Matrix(NamedTuple):
 
 def _find_gain(weight: Tensor, role: Role) -> float:
     outputs, inputs = rows_and_columns(weight.shape[role.stacked :], role.transposed)
-    least = _OVERLAPPING_GAIN if role.overlaps else 1.0
-    return max(least, math.sqrt(outputs / inputs)) if inputs else least
+    return max(1.0, math.sqrt(outputs / inputs)) if inputs else 1.0
 
 
 class WeightChoice:
@@ -83,7 +82,7 @@ class WeightChoice:
                 if named[name].dim() > 1:
                     self.left[name] = "a bias" if role.kind == "bias" else "part of a normalization layer"
                 continue
-            matrix = Matrix(role.stacked, _find_gain(named[name], role))
+            matrix = Matrix(role.stacked, _find_gain(named[name], role), role.overlaps)
             if reason := self._find_reason(name, named[name], role, matrix):
                 self.left[name] = reason
             else:

@@ -36,8 +36,8 @@ class EGOP(Optimizer):
 
     Use it in place of AdamW, with the same weight decay. The update of a weight matrix has a root mean square of
     lr · s · max(1, √(outputs / inputs)), so that AdamW's best learning rate is a good starting point. If the model has
-    normalization layers, s is 0.4; otherwise it is 1.6 times the root mean square of Adam's direction. For convolutions
-    whose windows overlap, 3 takes the place of 1. Updates are smaller where gradients have vanished.
+    normalization layers, s is 0.4, and 3 takes the place of 1 for convolutions whose windows overlap. Otherwise s is
+    1.6 times the root mean square of Adam's direction. Updates are smaller where gradients have vanished.
 
     Weights of linear layers, convolutions, attention and experts are updated by :class:`egop.optim.PolarAdam` in
     coordinates that follow their momentum: the smaller side of each weight is rotated to its principal axes. The
@@ -164,7 +164,7 @@ class EGOP(Optimizer):
                 matrix, state = self._choice.matrices.get(name), self.state.get(parameter, {})
                 if matrix is None or "exp_avg" not in state:
                     continue
-                size = float(group["lr"]) * measure_rms(group, state) * matrix.gain * math.sqrt(parameter.numel())
+                size = float(group["lr"]) * measure_rms(group, matrix, state) * math.sqrt(parameter.numel())
                 norm = float(to_full(parameter).double().norm())
                 found.setdefault("relative_update", []).append(size / norm if norm else math.inf)
                 momentum = to_full(state["exp_avg"])
@@ -406,7 +406,7 @@ class EGOP(Optimizer):
                 settings |= self._engine.defaults | {"matrices_last": matrix.stacked > 0}
             settings["lr"], settings["eps"], settings["weight_decay"] = read_numbers(group)
             settings["betas"], settings["every"] = group["betas"], group["every"]
-            settings |= size_settings(group["update_rms"], matrix.gain)
+            settings |= size_settings(group["update_rms"], matrix)
             # A weight in half precision is stepped through its float32 copy, with the state of the weight itself.
             states, weights = [self.state[parameter] for parameter in parameters], parameters
             if not _HALF.isdisjoint([parameter.dtype for parameter in parameters]):
@@ -443,7 +443,7 @@ def _make_engine(settings: Mapping[str, Any]) -> PolarAdam:
     if settings["update_rms"] != "adam":
         check_nonnegative("update_rms", settings["update_rms"])
     names = ("lr", "betas", "eps", "weight_decay", *(("every",) if settings["rotate"] else ()))
-    options = {name: settings[name] for name in names} | size_settings(settings["update_rms"])
+    options = {name: settings[name] for name in names}
     return (RotatedPolarAdam if settings["rotate"] else PolarAdam)([{"params": []}], **options)
 
 

@@ -1,9 +1,9 @@
 """Train EGOP at AdamW's best learning rate on the problems of the study of advice.
 
 ``python -m egop_lab.experiments.adamws_rate DATA COMMIT`` adds the missing runs to ``docs/records/adamws-rate.jsonl``,
-one line for each. It also holds EGOP without rotation, and a limit of 0.004. Where a network has convolutions whose
-windows overlap, EGOP also runs with other sizes of their updates. A test compares ``docs/reproduction/adamws-rate.md``
-with the record.
+one line for each: at AdamW's best rate, at limits of 0.008 and 0.004, and at 1e-3. Where a network has convolutions
+whose windows overlap, EGOP also ran with updates of constant size, of several factors for convolutions. A test compares
+``docs/reproduction/adamws-rate.md`` with the record.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from egop_lab.training.records import Store
 
 _RECORDS = Path(__file__).parents[4] / "docs" / "records"
 RECORD = _RECORDS / "adamws-rate.jsonl"
-LIMIT = 0.008  # the highest rate that we advise for EGOP
+LIMIT, LOWER_LIMIT = 0.008, 0.004  # the highest rate that we advise for EGOP, and one that is worse
+DEFAULT = 1e-3  # the default rate of both
 _SEEDS = 5
-_FACTORS = {1: "EGOP, convolutions x 1", 2: "EGOP, convolutions x 2", 3: "EGOP", 4: "EGOP, convolutions x 4"}
+_FACTORS = {factor: f"EGOP, convolutions x {factor}" for factor in (1, 2, 3, 4)}
 _SHOWN = ("mlp-digits", "cnn-digits", "encoder-digits")  # which also have a row of their own
 _QUANTILE = 2.776  # of Student's t distribution with four degrees of freedom, for a 95 % interval
 
@@ -47,14 +48,14 @@ def read_losses(path: Path) -> Losses:
     return found
 
 
-def compare(losses: Losses, limit: float = math.inf) -> dict[str, tuple[float, float]]:
-    """Compare EGOP with AdamW, both at AdamW's best rate, but EGOP at no rate above a limit.
+def compare(losses: Losses, limit: float = math.inf, *, default: bool = False) -> dict[str, tuple[float, float]]:
+    """Compare EGOP with AdamW, both at AdamW's best rate, but EGOP at no rate above a limit; or both at the default.
 
     Return the mean logarithm of EGOP's loss over AdamW's for each problem, and half its 95 % interval over seeds.
     """
     found = {}
     for (problem, method, rate), adamws in losses.items():
-        if method == ADAMW:
+        if method == ADAMW and (rate == DEFAULT) == default:
             own = losses[problem, "EGOP", min(rate, limit)]
             logs = [math.log(own[seed] / adamws[seed]) for seed in range(_SEEDS)]
             spread = statistics.stdev(logs) if math.isfinite(max(logs)) else math.inf
@@ -63,8 +64,19 @@ def compare(losses: Losses, limit: float = math.inf) -> dict[str, tuple[float, f
 
 
 def make_table(losses: Losses) -> Table:
-    """Compare EGOP with AdamW by half and kind of the problems."""
-    both = compare(losses), compare(losses, LIMIT)
+    """Compare EGOP with AdamW at AdamW's best rate, by half and kind of the problems."""
+    title = "EGOP's final loss compared with AdamW's, both at AdamW's best rate"
+    return _tabulate(title, {"": compare(losses), f", at most {LIMIT:g}": compare(losses, LIMIT)})
+
+
+def make_default_table(losses: Losses) -> Table:
+    """Compare EGOP with AdamW at the default rate."""
+    title = f"EGOP's final loss compared with AdamW's, both at the default rate, {DEFAULT:g}"
+    return _tabulate(title, {"": compare(losses, default=True)})
+
+
+def _tabulate(title: str, comparisons: Mapping[str, Mapping[str, tuple[float, float]]]) -> Table:
+    """Summarize comparisons, by what is added to the titles of their columns."""
     groups = {"all": list(PROBLEMS)}
     for name, problem in PROBLEMS.items():
         groups.setdefault(f"{problem.half} half", []).append(name)
@@ -72,12 +84,12 @@ def make_table(losses: Losses) -> Table:
         groups.setdefault(problem.kind, []).append(name)
     groups |= {f"`{name}`": [name] for name in _SHOWN}
     parts = ("lower", "clearly lower", "clearly higher", "median difference")
-    header = ("problems", "number", *parts, *(f"{part}, at most {LIMIT:g}" for part in parts))
-    rows = [
-        (group, str(len(names)), *(cell for found in both for cell in _count([found[name] for name in names])))
-        for group, names in groups.items()
-    ]
-    return Table("EGOP's final loss compared with AdamW's, both at AdamW's best rate", header, tuple(rows))
+    header = ("problems", "number", *(part + added for added in comparisons for part in parts))
+    rows = []
+    for group, names in groups.items():
+        counts = [_count([found[name] for name in names]) for found in comparisons.values()]
+        rows.append((group, str(len(names)), *(cell for count in counts for cell in count)))
+    return Table(title, header, tuple(rows))
 
 
 def _count(differences: Sequence[tuple[float, float]]) -> tuple[str, ...]:
@@ -96,7 +108,7 @@ def _format_change(log: float) -> str:
 
 def make_convolutions_table(losses: Losses) -> Table:
     """Compare sizes of the updates of convolutions at AdamW's best rate, at most 0.008, and at a quarter of that."""
-    best = {problem: rate for problem, method, rate in losses if method == ADAMW}
+    best = {problem: rate for problem, method, rate in losses if method == ADAMW and rate != DEFAULT}
     rates = {
         problem: (rate, min(rate, LIMIT), min(rate, LIMIT) / 4)
         for problem, rate in best.items()
@@ -128,7 +140,8 @@ def main(data: str, commit: str) -> None:
         limited = min(best, LIMIT)
         for seed in range(_SEEDS):
             task = problem.make(seed, data)
-            wanted = [(ADAMW, best), ("EGOP", best), ("EGOP", limited)]
+            wanted = [(ADAMW, best), (ADAMW, DEFAULT)]
+            wanted += [("EGOP", rate) for rate in (best, limited, min(best, LOWER_LIMIT), DEFAULT)]
             if find_convolutions(task.model):
                 wanted += [(method, rate) for rate in (best, limited, limited / 4) for method in _FACTORS.values()]
             for method, rate in dict.fromkeys(wanted):
@@ -148,10 +161,11 @@ def find_convolutions(model: nn.Module) -> list[str]:
 
 
 def _build(method: str, model: nn.Module) -> torch.optim.Optimizer:
-    if method not in _FACTORS.values() or method == "EGOP":
+    if method not in _FACTORS.values():
         return build_optimizer(method, model)
     (factor,) = (factor for factor, name in _FACTORS.items() if name == method)
-    size, names = egop.EGOP(model).defaults["update_rms"], find_convolutions(model)
+    has_norm_layers = egop.EGOP(model).defaults["update_rms"] != "adam"
+    size, names = 0.4 if has_norm_layers else 0.2, find_convolutions(model)
     groups: tuple[list[Any], list[Any]] = [], []
     for name, weight in model.named_parameters():
         groups[name in names].append((name, weight))
