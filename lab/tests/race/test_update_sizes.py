@@ -47,7 +47,7 @@ def test_differences_are_paired():
 def test_medians_need_all_tuning_seeds():
     shared = {
         "task": "resnet-34",
-        "method": "EGOP, convolutions x 3",
+        "method": "EGOP",
         "steps": 730,
         "beta": 0.99,
         "warmup": 50,

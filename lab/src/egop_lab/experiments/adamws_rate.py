@@ -166,7 +166,7 @@ def _build(method: str, model: nn.Module) -> torch.optim.Optimizer:
     (factor,) = (factor for factor, name in _FACTORS.items() if name == method)
     has_norm_layers = egop.EGOP(model).defaults["update_rms"] != "adam"
     size, names = 0.4 if has_norm_layers else 0.2, find_convolutions(model)
-    groups: tuple[list[Any], list[Any]] = [], []
+    groups: tuple[list[Any], list[Any]] = ([], [])
     for name, weight in model.named_parameters():
         groups[name in names].append((name, weight))
     others, convolutions = groups

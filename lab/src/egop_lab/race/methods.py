@@ -39,8 +39,8 @@ class Setup:
         beta: the method's tuned decay.
         beta2: AdamW's, for all other parameters.
         weight_decay: decoupled, for all parameters; SGD's is not.
-        overlapping: least factor of EGOP's updates of convolutions, whose windows all overlap here.
         seed: of a random rotation.
+        overlapping: least factor of EGOP's updates of convolutions, whose windows all overlap here.
     """
 
     model: nn.Module
@@ -49,8 +49,8 @@ class Setup:
     beta: float
     beta2: float
     weight_decay: float
-    overlapping: float
     seed: int
+    overlapping: float = 3.0
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -169,9 +169,7 @@ METHODS: dict[str, Callable[[Setup], Optimizer]] = {
     "EGOP, squared momentum": build_of_momentum,
     "EGOP, momentum 0.95": lambda setup: build_egop(setup, betas=(0.95, setup.beta)),
     **{f"EGOP, outside rate x {k}": functools.partial(build_egop, outside_scale=float(k)) for k in (2, 4, 8)},
-    **{f"EGOP, convolutions x {k}": functools.partial(build_with_factor, factor=float(k)) for k in (2, 3, 4)},
-    "EGOP, Adam's size": lambda setup: build_polar(setup, VariantPolarAdam, adams_size="corrected"),
-    "EGOP, Adam's size, uncorrected": lambda setup: build_polar(setup, VariantPolarAdam, adams_size="uncorrected"),
+    **{f"EGOP, convolutions x {k}": functools.partial(build_with_factor, factor=float(k)) for k in (1, 2, 4)},
     "EGOP, both sides": lambda setup: build_polar(setup, VariantPolarAdam, both_sides=True),
     "EGOP, renewed every 20 steps": functools.partial(build_egop, every=20),
     "SOAP, package": build_package_soap,

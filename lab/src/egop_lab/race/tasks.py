@@ -85,7 +85,6 @@ class Task:
         beta2: AdamW's, for the parameters that the method itself does not step.
         weight_decay: decoupled, for all parameters.
         multiples: further lengths at which AdamW runs, as multiples of ``steps``.
-        overlapping: least factor of EGOP's updates of convolutions whose windows overlap.
         evaluations: how many times a run is evaluated on the validation part.
         windows: how many validation windows are used for that; the end of a run is evaluated on all.
         crop: side of the images that the model sees.
@@ -112,7 +111,6 @@ class Task:
     beta2: float = 0.95
     weight_decay: float = 0.1
     multiples: tuple[float, ...] = (1.5, 2.0, 3.0)
-    overlapping: float = 3.0
     evaluations: int = 10
     windows: int = 512
     crop: int = 96
@@ -196,7 +194,7 @@ _ALL = (
         network="resnet",
         model={"depths": [3, 4, 6, 3], "width": 64, "classes": 10},
         steps=730,
-        guesses=_guess(0, 6, 6, 4, 4, SGD=13),
+        guesses=_guess(0, 6, 6, 4, 1, SGD=13),
         weight_decay=1e-4,
         **_IMAGES,
     ),

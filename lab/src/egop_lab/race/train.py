@@ -41,7 +41,6 @@ def make_optimizer(problem: Problem, task: Task, run: Run) -> Optimizer:
         beta=run.beta,
         beta2=task.beta2,
         weight_decay=task.weight_decay,
-        overlapping=task.overlapping,
         seed=run.seed,
     )
     return METHODS[run.method](setup)

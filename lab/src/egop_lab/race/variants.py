@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch.optim import Optimizer
 
 import egop
 
-_TYPICAL_SIZE = 0.25  # root mean square of Adam's direction where gradients are mostly noise
 _SHIFT = 1e-3  # of the mean eigenvalue, so that weak directions stay close to the old ones
 
 
@@ -25,8 +23,6 @@ class VariantPolarAdam(Optimizer):
         weight_decay: decoupled.
         of_momentum: take the running mean of the momentum's squares instead of the gradient's.
         both_sides: rotate both sides of a weight instead of the smaller one.
-        adams_size: let updates be as large as Adam's direction, times ``update_rms / 0.25``, instead of all alike. With
-            ``"corrected"`` the direction has Adam's bias correction.
         every: largest number of steps between renewals.
     """
 
@@ -39,10 +35,9 @@ class VariantPolarAdam(Optimizer):
         weight_decay: float,
         of_momentum: bool = False,
         both_sides: bool = False,
-        adams_size: Literal["corrected", "uncorrected"] | None = None,
         every: int = 200,
     ) -> None:
-        settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "every": every, "adams_size": adams_size}
+        settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "every": every}
         super().__init__(groups, settings | {"of_momentum": of_momentum, "both_sides": both_sides})
 
     @torch.no_grad()
@@ -75,10 +70,6 @@ def _step(group: dict[str, Any], state: dict[str, Any]) -> None:
     updates = left @ egop.optim.polar(directions).to(left.dtype)
     updates = updates if right is None else updates @ right.mT
     updates *= egop.optim.rms_scales(updates, group["update_rms"])
-    if group["adams_size"]:
-        sizes = directions.square().mean((-2, -1), keepdim=True).sqrt() / _TYPICAL_SIZE
-        correction = math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** (state["step"] + 1))
-        updates *= sizes * correction if group["adams_size"] == "corrected" else sizes
 
     torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
     back = [
