@@ -12,7 +12,11 @@ from egop_lab.training.problems import PROBLEMS
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-TABLES = {"records": adamws_rate.make_table, "small": adamws_rate.make_convolutions_table}
+TABLES = {
+    "records": adamws_rate.make_table,
+    "default": adamws_rate.make_default_table,
+    "small": adamws_rate.make_convolutions_table,
+}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -25,10 +29,13 @@ def test_the_page_shows_the_record(name):
 
 
 def test_the_advice_gives_the_numbers_of_the_record():
-    table = adamws_rate.make_table(adamws_rate.read_losses(adamws_rate.RECORD))
-    _, number, lower, _, _, _, capped, *_ = table.rows[0]
+    losses = adamws_rate.read_losses(adamws_rate.RECORD)
+    _, number, lower, _, _, _, capped, *_ = adamws_rate.make_table(losses).rows[0]
+    at_default = adamws_rate.make_default_table(losses).rows[0][2]
     summary = f"lower than AdamW on {lower} of {number} small problems, and on {capped} with rates capped at 0.008"
-    assert summary in " ".join((DOCS / "howto" / "learning-rate.md").read_text().split())
+    page = " ".join((DOCS / "howto" / "learning-rate.md").read_text().split())
+    assert summary in page
+    assert f"At the default rate, 1e-3, it ended lower on {at_default}." in page
 
 
 def test_losses_are_compared_by_seed_at_adamws_rate():
@@ -45,6 +52,9 @@ def test_losses_are_compared_by_seed_at_adamws_rate():
         "a": pytest.approx((-math.log(2), 0), abs=1e-12),
         "b": (math.inf, math.inf),
     }
+    losses["a", "AdamW", 0.001] = {seed: loss * 2 for seed, loss in adamws.items()}
+    losses["a", "EGOP", 0.001] = adamws
+    assert adamws_rate.compare(losses, default=True) == {"a": pytest.approx((-math.log(2), 0), abs=1e-12)}
     losses["a", "EGOP", 0.008] = losses["a", "EGOP", 0.1]
     assert adamws_rate.compare(losses, limit=0.008)["b"] == (0, 0)
 

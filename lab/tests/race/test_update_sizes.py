@@ -18,13 +18,14 @@ def make_tables():
     small = map(json.loads, update_sizes.RECORD.read_text().splitlines())
     losses = read_losses(load_records(*update_sizes.TUNING_RECORDS).values())
     return {
+        "adams": update_sizes.make_adams_table(losses),
         "convolutions": update_sizes.make_convolutions_table(losses),
         "race": update_sizes.make_outside_table(losses),
         "outside": update_sizes.make_table(small),
     }
 
 
-@pytest.mark.parametrize("name", ["convolutions", "race", "outside"])
+@pytest.mark.parametrize("name", ["adams", "convolutions", "race", "outside"])
 def test_the_page_shows_the_records(name):
     rows = make_tables()[name]
     lines = [f"| {' | '.join(row)} |" for row in rows]

@@ -1,4 +1,4 @@
-"""Compare sizes of EGOP's updates: of what AdamW updates beside EGOP, and of convolutions whose windows overlap.
+"""Compare sizes of EGOP's updates: constant or as large as Adam's, of convolutions, and of what AdamW updates.
 
 ``python -m egop_lab.race.update_sizes TASK DATA`` adds the missing runs of a small ViT and a small GPT with other rates
 outside to ``docs/records/outside-rate.jsonl``; a run takes a minute on a CPU core. ``docs/records/update-sizes.jsonl``
@@ -40,6 +40,14 @@ TASKS = {
 # Rates of tuning runs with several rates outside: mostly those that AdamW and EGOP have chosen.
 _RATES = {"vit-6x384": (-3, -1), "resnet-34": (-2, 5), "gpt-6x384-400": (1, 2), "gpt-12x768-400": (-1, 0)}
 _CONVOLUTION_RATES = (-2, 0, 2, 4)
+ADAMS = "EGOP, Adam's size"  # with 1.6 times the size of Adam's direction, after its bias correction
+_ADAMS_RATES = {
+    "gpt-4x144-400": (2, 4, 6),
+    "gpt-6x384-400": (0, 1, 2),
+    "gpt-12x768-400": (-1, 0, 1),
+    "resnet-34": (-2, -1, 0, 1),
+    "vit-6x384": (-3, -2, -1),
+}
 
 
 def make_table(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
@@ -67,6 +75,16 @@ def make_outside_table(losses: Losses) -> list[list[str]]:
             if name == "resnet-34":  # at that time
                 methods[0] = "EGOP, convolutions x 1"
             medians = [_find_median(losses, name, method, rate) for method in methods]
+            rows.append([TITLES[name].partition(",")[0], _format_rate(rate), *medians])
+    return rows
+
+
+def make_adams_table(losses: Losses) -> list[list[str]]:
+    """Return the median validation loss of tuning runs with updates of constant size, and as large as Adam's."""
+    rows = [["median validation loss", "lr", "constant size", "Adam's size"]]
+    for name, rates in _ADAMS_RATES.items():
+        for rate in rates:
+            medians = [_find_median(losses, name, method, rate) for method in ("EGOP", ADAMS)]
             rows.append([TITLES[name].partition(",")[0], _format_rate(rate), *medians])
     return rows
 
