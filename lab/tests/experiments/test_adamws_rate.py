@@ -73,7 +73,7 @@ def test_sizes_of_convolutions_are_compared_by_seed_at_three_rates():
 def test_other_sizes_change_the_updates_of_convolutions_alone():
     task = PROBLEMS["cnn-digits"].make(0, None)
     steps = {}
-    for method in ("EGOP", "EGOP, convolutions x 1"):
+    for method in ("EGOP, convolutions x 3", "EGOP, convolutions x 1"):
         model = copy.deepcopy(task.model)
         optimizer = adamws_rate._build(method, model)
         task.loss(model, next(iter(task.batches))).backward()
@@ -94,7 +94,7 @@ def test_missing_runs_are_done_once(tmp_path, monkeypatch):
     monkeypatch.setattr(adamws_rate, "train", lambda *arguments: {"losses": [1.0, 0.5]})
     for _ in range(2):
         adamws_rate.main("", "abc")
-        assert adamws_rate.read_losses(tmp_path / "runs.jsonl") == {
-            ("table", *run): dict.fromkeys(range(5), 0.5) for run in (("AdamW", 0.05), ("EGOP", 0.05), ("EGOP", 0.008))
-        }
-        assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 15
+        runs = [("AdamW", 0.05), ("AdamW", 0.001), *(("EGOP", rate) for rate in (0.05, 0.008, 0.004, 0.001))]
+        expected = {("table", *run): dict.fromkeys(range(5), 0.5) for run in runs}
+        assert adamws_rate.read_losses(tmp_path / "runs.jsonl") == expected
+        assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 30

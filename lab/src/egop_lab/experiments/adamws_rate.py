@@ -164,13 +164,12 @@ def _build(method: str, model: nn.Module) -> torch.optim.Optimizer:
     if method not in _FACTORS.values():
         return build_optimizer(method, model)
     (factor,) = (factor for factor, name in _FACTORS.items() if name == method)
-    has_norm_layers = egop.EGOP(model).defaults["update_rms"] != "adam"
-    size, names = 0.4 if has_norm_layers else 0.2, find_convolutions(model)
-    groups: tuple[list[Any], list[Any]] = ([], [])
+    size = 0.4 if egop.EGOP(model).defaults["update_rms"] == 0.4 else 0.2  # the latter without normalization layers
+    names = find_convolutions(model)
+    groups: list[dict[str, Any]] = [{"params": [], "update_rms": size * own} for own in (1, factor / 3)]
     for name, weight in model.named_parameters():
-        groups[name in names].append((name, weight))
-    others, convolutions = groups
-    return egop.EGOP([{"params": others}, {"params": convolutions, "update_rms": size * factor / 3}], model=model)
+        groups[name in names]["params"].append((name, weight))
+    return egop.EGOP(groups, model=model)
 
 
 if __name__ == "__main__":

@@ -53,9 +53,10 @@ RULES = """
    0.9. The mean difference of the validation loss to EGOP's at the same seeds decides. (Since 2026-11-18, before their
    first run; momentum 0.95 since that evening, after the others had run.)
    Sizes of updates are compared by tuning runs at several rates: two and four times the learning rate for the
-   parameters that AdamW steps, and larger updates of convolutions. (Since 2026-11-19. On that day EGOP's updates of
-   convolutions whose windows overlap became three times as large, because it had lost 0.107 at AdamW's rate on
-   ResNet-34. The runs of that task are older.)
+   parameters that AdamW steps, larger updates of convolutions, and updates as large as Adam's. (Since 2026-11-19. On
+   that day EGOP's updates of convolutions whose windows overlap became three times as large, because it had lost 0.107
+   at AdamW's rate on ResNet-34. EGOP's rate there comes from the tuning runs with these updates, and EGOP, its controls
+   and its variants were run again.)
 10. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
 11. EGOP also makes tuning runs at AdamW's tuned rate, to see what it loses there. (Since 2026-11-18.)
 12. On Python code AdamW's rate is tuned again by full-length runs with seed 0: three rates around its best one, more
