@@ -78,7 +78,8 @@ def step_rotated(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
     # W ← W − lr · s · Q U / rms(U), where s depends on the size of Adam's direction
     s = max(1, (matrix.shape[0] / matrix.shape[1]) ** 0.5)
     if group["update_rms"] == "adam":
-        s *= 1.6 * min(1, D.square().mean().sqrt())
+        step = state["step"]  # for Adam's bias correction
+        s *= 1.6 * D.square().mean().sqrt() * (1 - beta2**step) ** 0.5 / (1 - beta1 ** (step + 1))
     else:
         is_kernel = weight.shape[2:].numel() > 1  # whose windows overlap; where D fades, the update shrinks
         s = group["update_rms"] * max(s, 3 * is_kernel) * min(1, D.abs().max() / 0.01)

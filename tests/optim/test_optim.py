@@ -26,7 +26,8 @@ class Reference:
         if weight.grad is None:
             return
         group, G = self.settings, encode(weight.grad)
-        state = self.state.setdefault(weight, {"M": torch.zeros_like(G), "V": torch.zeros_like(G)})
+        state = self.state.setdefault(weight, {"M": torch.zeros_like(G), "V": torch.zeros_like(G), "step": 0})
+        state["step"] += 1
         beta = group["betas"][0] if "betas" in group else group["momentum"]
         M = state["M"] = beta * state["M"] + (1 - beta) * G
         N = beta * M + (1 - beta) * G if group["nesterov"] else M
@@ -36,7 +37,10 @@ class Reference:
         matrix = N.reshape(len(N), -1)
         update = self.function(matrix, group).reshape(N.shape)
         if update.any():
-            size = min(1, N.square().mean().sqrt()) if group.get("adam_sized") else 1
+            size = 1
+            if group.get("adam_sized"):
+                corrected = (N / (1 - beta ** (state["step"] + 1))) * (1 - group["betas"][1] ** state["step"]) ** 0.5
+                size = corrected.square().mean().sqrt()
             update = size * group["update_rms"] * update / update.square().mean().sqrt()
         weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * decode(update))
 
@@ -129,7 +133,7 @@ def test_state_is_plain_tensors_and_resumes(kind):
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
     for state in optimizer.state.values():
         assert {type(value) for value in state.values()} == {torch.Tensor}
-        assert set(state) <= {"exp_avg", "exp_avg_sq"}
+        assert set(state) <= {"exp_avg", "exp_avg_sq", "step"}
 
 
 @pytest.mark.parametrize("kind", [egop.optim.Sign, egop.optim.Sinkhorn, egop.optim.PolarAdam])

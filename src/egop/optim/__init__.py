@@ -7,6 +7,7 @@ defines ``transform``.
 from egop.optim.elementwise import MatrixStack
 from egop.optim.matrix_optimizer import MatrixOptimizer, rms_scales
 from egop.optim.polar_adam import PolarAdam, polar
+from egop.optim.polar_adam import correct_bias as correct_bias
 from egop.optim.rotated import RotatedPolarAdam
 from egop.optim.rotated import measure_rotation as measure_rotation
 from egop.optim.sign import Sign

@@ -36,7 +36,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "momentum": check_fraction,
     "iterations": check_positive_int,
 }
-_RECORDABLE = ({("cuda", torch.float32)}, {("cuda", torch.float64)})  # device and precision of all weights
+_RECORDABLE = (torch.float32, torch.float64)  # dtypes of weights
 _MAX_STACKINGS = 16  # sets of weights of a group whose stacks are kept; one is enough if all weights have gradients
 
 
@@ -134,6 +134,11 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         """Return the factor for each matrix of updates, which were made of directions, without the learning rate."""
         return rms_scales(updates, group["update_rms"])
 
+    def compute_rates(self, stack: MatrixStack) -> tuple[Any, Any]:
+        """Return the learning rate, and the fraction of a weight that weight decay leaves."""
+        lr = stack.group["lr"]
+        return lr, 1 - lr * stack.group["weight_decay"]
+
     def lookahead(self, weights: Sequence[Tensor], gradients: Tensor) -> tuple[Tensor, Tensor]:
         """Return the momenta after a step with these stacked gradients, and their transforms; change no state."""
         index_of = {id(weight): index for index, weight in enumerate(weights)}
@@ -186,18 +191,21 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         return MatrixStack(weights, group, any_column_order=self._is_recordable)
 
     def _step_stacks(self, stacks: Sequence[MatrixStack]) -> None:
-        if self._is_recorded(stacks):
-            self._step_recorded(stacks)
+        rates = [self.compute_rates(stack) for stack in stacks]
+        if self._is_recorded(stacks, rates):
+            self._step_recorded(stacks, rates)
         else:
-            for stack in stacks:
-                self._step_stack(stack, *_rates(stack.group))
+            for stack, own in zip(stacks, rates, strict=True):
+                self._step_stack(stack, *own)
 
-    def _is_recorded(self, stacks: Sequence[MatrixStack]) -> bool:
-        """Return True if launching a step takes longer than computing it and the rates fit the weights' precision."""
+    def _is_recorded(self, stacks: Sequence[MatrixStack], rates: Sequence[tuple[Any, Any]]) -> bool:
+        """Return True if launching a step takes longer than computing it and buffers can hold the rates."""
         if not self._is_recordable or not stacks or not stacks[0].weights[0].is_cuda:
             return False
         firsts = [stack.weights[0] for stack in stacks]
-        if {(weight.device.type, weight.dtype) for weight in firsts} not in _RECORDABLE or any(map(is_sharded, firsts)):
+        if len({(weight.device, weight.dtype) for weight in firsts}) > 1 or firsts[0].dtype not in _RECORDABLE:
+            return False
+        if any(map(is_sharded, firsts)) or any(isinstance(lr, Tensor) and lr.numel() > 1 for lr, _ in rates):
             return False
         return sum(weight.nbytes for stack in stacks for weight in stack.weights) <= SMALL_NETWORK_BYTES
 
@@ -208,16 +216,16 @@ class MatrixOptimizer(Optimizer, abc.ABC):
         updates = self.compute_updates(stack, directions)
         stack.apply_updates(updates, self.compute_scales(updates, directions, stack.group) * lr, kept)
 
-    def _step_recorded(self, stacks: Sequence[MatrixStack]) -> None:
+    def _step_recorded(self, stacks: Sequence[MatrixStack], rates: Sequence[tuple[Any, Any]]) -> None:
         """Step with a CUDA graph, which reads gradients and rates from its own buffers."""
         self._buffer_gradients(stacks)
-        rates = self._buffer_rates(stacks)
-        tensors = [buffer for buffers in rates for buffer in buffers]
+        buffers = self._buffer_rates(rates, stacks[0].weights[0])
+        tensors = [buffer for pair in buffers for buffer in pair]
         for stack in stacks:
             # Counters stay on the CPU.
             state = [tensor for state in stack.states for tensor in state.values() if tensor.dim()]
             tensors += [*stack.weights, *stack.gradients, *state]
-        self._graph.run(tensors, self, stacks, rates, _recorded_settings(stacks))
+        self._graph.run(tensors, self, stacks, buffers, _recorded_settings(stacks))
         # Autograd does not see what a graph writes, but must notice that older autograd graphs are invalid.
         torch.autograd.graph.increment_version([weight for stack in stacks for weight in stack.weights])
 
@@ -228,26 +236,28 @@ class MatrixOptimizer(Optimizer, abc.ABC):
             stack.gradients = [known[weight] for weight in stack.weights]
         copy_all([buffer for stack in stacks for buffer in stack.gradients], gradients)
 
-    def _buffer_rates(self, stacks: Sequence[MatrixStack]) -> list[list[Tensor]]:
-        """Return two buffers for each stack, with the rates of its group; stacks with equal rates share them."""
-        filled: dict[Any, list[Tensor]] = {}
-        keys = []
-        for stack in stacks:
-            weight, rates = stack.weights[0], _rates(stack.group)
-            keys.append((id(stack.group) if isinstance(rates[0], Tensor) else rates, weight.device))
-            if keys[-1] not in filled:
-                place = len(filled), weight.dtype, weight.device
-                buffers = self._rate_buffers.setdefault(place, [weight.new_empty(()), weight.new_empty(())])
-                for buffer, value in zip(buffers, rates, strict=True):
-                    buffer.copy_(value) if isinstance(value, Tensor) else buffer.fill_(value)
-                filled[keys[-1]] = buffers
-        return [filled[key] for key in keys]
+    def _buffer_rates(self, rates: Sequence[tuple[Any, Any]], weight: Tensor) -> list[tuple[Tensor, ...]]:
+        """Copy the two rates of each stack to buffers, numbers all at once."""
+        flat = [rate for pair in rates for rate in pair]
+        numbers = [0.0 if isinstance(rate, Tensor) else float(rate) for rate in flat]
+        # Rows of at least 16 bytes: kernels want aligned addresses.
+        fresh = torch.tensor(numbers, dtype=weight.dtype, device="cpu").unsqueeze(-1).repeat(1, 4)
+        key = len(flat), weight.dtype, weight.device
+        if key not in self._rate_buffers:
+            self._rate_buffers[key] = weight.new_empty(fresh.shape)
+        buffer = self._rate_buffers[key]
+        buffer.copy_(fresh, non_blocking=True)
+        places = buffer[:, 0].unbind()
+        for place, rate in zip(places, flat, strict=True):
+            if isinstance(rate, Tensor):
+                place.copy_(rate.reshape(()))
+        return list(zip(places[::2], places[1::2], strict=True))
 
     def reset_graphs(self) -> None:
         """Drop all graphs and their buffers, because the tensors of this optimizer may have changed."""
         self._is_recordable = bool(vars(type(self)).get("recordable"))
         self._graph = InPlaceGraph(_step_all, Recorder(branched=True))
-        self._rate_buffers: dict[Any, list[Tensor]] = {}  # by number, dtype and device
+        self._rate_buffers: dict[Any, Tensor] = {}  # by number, dtype and device
         self._gradient_buffers: dict[Tensor, Tensor] = {}
         # By group and weights: their layouts, and stacks with the indices of their weights.
         self._stacks: dict[tuple[int, ...], tuple[list[Any], list[tuple[MatrixStack, list[int]]]]] = {}
@@ -271,8 +281,9 @@ def rms_scales(matrices: Tensor, rms: float) -> Tensor:
 def _recorded_settings(stacks: Iterable[MatrixStack]) -> str:
     """Return the settings that a CUDA graph is recorded with: all but the rates, which it reads from buffers."""
     rates = ("params", "lr", "weight_decay")
-    groups = {id(stack.group): stack.group for stack in stacks}.values()
-    return str([{key: value for key, value in group.items() if key not in rates} for group in groups])
+    groups = {id(stack.group): stack.group for stack in stacks}
+    found = [{key: value for key, value in group.items() if key not in rates} for group in groups.values()]
+    return str((found, [list(groups).index(id(stack.group)) for stack in stacks]))
 
 
 def _check_hyperparameters(defaults: Mapping[str, Any]) -> None:
@@ -294,8 +305,3 @@ def _dense_gradient(weight: Tensor) -> Tensor:
     if weight.grad.layout is not torch.strided:
         raise TypeError("egop.optim does not support sparse gradients: use sparse=False in embeddings.")
     return weight.grad
-
-
-def _rates(group: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the learning rate and the fraction of a weight that weight decay leaves."""
-    return group["lr"], 1 - group["lr"] * group["weight_decay"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ class PolarAdam(MatrixOptimizer):
 
     The running mean of the gradients (with Nesterov momentum) is divided by the root of the running mean of their
     squares, without bias correction. Five Newton-Schulz steps then bring the singular values to between 0.7 and 1.2;
-    those below about a five-hundredth of the matrix's norm stay smaller. All updates have the same root mean square,
-    but they shrink if all entries of Adam's direction are below 0.01, because gradients have vanished or are far below
-    ``eps``.
+    those below about a five-hundredth of the matrix's norm stay smaller. The update has a root mean square of
+    ``update_rms``, but less if all entries of Adam's direction are below 0.01, because gradients have vanished or are
+    far below ``eps``.
 
     The polar factor does not depend on the coordinates. Adam's direction does, so a good basis improves it.
 
@@ -39,7 +39,8 @@ class PolarAdam(MatrixOptimizer):
         iterations: number of Newton-Schulz steps.
         weight_decay: decoupled weight decay, as in AdamW.
         update_rms: root mean square of an update before the learning rate.
-        adam_sized: let it be ``update_rms`` times that of Adam's direction, and at most ``update_rms``.
+        adam_sized: let it be ``update_rms`` times that of Adam's direction, with bias correction. Where gradients are
+            mostly noise, that is about a quarter.
 
     Example:
         >>> model = torch.nn.Linear(3, 2, bias=False)
@@ -83,15 +84,51 @@ class PolarAdam(MatrixOptimizer):
         return orthogonalize(matrices, stack.group["iterations"], stack.bases)
 
     def compute_scales(self, updates: Tensor, directions: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Return the factors that give updates their size, which is smaller where Adam's direction is."""
+        """Return the factors that give updates their size, which depends on that of Adam's direction."""
+        is_relative = group.get("adam_sized", False)
         dtype = torch.promote_types(directions.dtype, torch.float32)
-        order, full = (2, math.sqrt(math.prod(directions.shape[-2:]))) if group["adam_sized"] else (torch.inf, _FADED)
-        sizes = torch.linalg.vector_norm(directions, order, (-2, -1), keepdim=True, dtype=dtype)
-        return super().compute_scales(updates, directions, group).mul_(sizes.div_(full).clamp_max_(1))
+        sizes = torch.linalg.vector_norm(
+            directions, 2 if is_relative else torch.inf, (-2, -1), keepdim=True, dtype=dtype
+        )
+        if is_relative:
+            sizes.div_(math.sqrt(math.prod(directions.shape[-2:])))
+        else:
+            sizes.div_(_FADED).clamp_max_(1)
+        return super().compute_scales(updates, directions, group).mul_(sizes)
+
+    def compute_rates(self, stack: MatrixStack) -> tuple[Any, Any]:
+        """Return the learning rate, with Adam's bias correction if updates are of its size, and what decay leaves."""
+        lr, kept = super().compute_rates(stack)
+        if not stack.group.get("adam_sized", False):
+            return lr, kept
+        steps = [int(state["step"]) + 1 for state in stack.states]
+        betas, nesterov = stack.group["betas"], stack.group["nesterov"]
+        factors = [correct_bias(step, betas, nesterov=nesterov) for step in steps]
+        if len(set(steps)) == 1:
+            return lr * factors[0], kept
+        dtype = torch.promote_types(stack.weights[0].dtype, torch.float32)
+        column = torch.tensor(factors, dtype=dtype, device="cpu").view(-1, *(1,) * len(stack.shape))
+        return lr * column.to(stack.weights[0].device, non_blocking=True), kept
+
+    def _step_stacks(self, stacks: Sequence[MatrixStack]) -> None:
+        """Step, and count the steps of each weight."""
+        states = [state for stack in stacks for state in stack.states]
+        one = torch.ones((), dtype=torch.float32, device="cpu")  # much faster to add than a number
+        for state in states:
+            if "step" not in state:
+                state["step"] = torch.zeros_like(one)
+        super()._step_stacks(stacks)
+        for state in states:
+            state["step"].add_(one)
 
     def transform(self, matrices: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Return the polar factors."""
         return orthogonalize(matrices, group["iterations"])
+
+
+def correct_bias(step: int, betas: tuple[float, float], *, nesterov: bool) -> float:
+    """Return the factor of Adam's bias correction, by which a direction after some steps is to be multiplied."""
+    return math.sqrt(1 - betas[1] ** step) / (1 - betas[0] ** (step + nesterov))
 
 
 def rotate(matrices: Tensor, bases: Tensor) -> Tensor:

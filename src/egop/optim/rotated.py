@@ -23,8 +23,6 @@ from egop.numerics import (
 from egop.optim.elementwise import MatrixStack
 from egop.optim.polar_adam import PolarAdam, is_tall, rotate
 
-_ONE = torch.ones((), dtype=torch.float32, device="cpu")  # much faster to add than a number
-
 
 class _Renewal(NamedTuple):
     """A new basis, computed before the step that installs it."""
@@ -74,9 +72,6 @@ class RotatedPolarAdam(PolarAdam):
         self._install(_find_due(stacks))
         self._ahead.clear()
         super()._step_stacks(stacks)
-        for stack in stacks:
-            for state in stack.states:
-                state["step"].add_(_ONE)
         self._renew_ahead([stack for stack in stacks if stack.weights[0].is_cuda and not is_sharded(stack.weights[0])])
 
     def _step_stack(self, stack: MatrixStack, lr: Any, kept: Any) -> None:
@@ -91,12 +86,12 @@ class RotatedPolarAdam(PolarAdam):
         """Create the state of weights that have none, with the identity as basis."""
         for weight, state in zip(stack.weights, stack.states, strict=True):
             if "basis" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
                 identity = torch.eye(min(stack.shape[-2:]), dtype=weight.dtype, device=weight.device)
                 state["basis"] = identity.expand(*stack.shape[:-2], *identity.shape).clone()
         if stack.bases_layout is None:
-            bases = [state["basis"] for state in stack.states]
-            stack.bases_layout = MatrixStack(bases, {"matrices_last": True}, any_column_order=self._is_recordable)
+            basis = stack.states[0]["basis"]
+            stack.bases_layout = MatrixStack([basis], {"matrices_last": True}, any_column_order=self._is_recordable)
 
     def _renew_ahead(self, stacks: Sequence[MatrixStack]) -> None:
         """Compute the next bases on a side stream, if there is one."""

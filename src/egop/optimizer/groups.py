@@ -129,6 +129,5 @@ def _read_members(group: Any, known: ModuleIndex | None) -> list[tuple[str, Any]
 def _describe_unnamed(given: Any) -> str:
     return (
         f"Parameters must come with their names, got {type(given).__name__}. Pass the model itself instead of "
-        "model.parameters(). For some of its parameters, or groups of them, add model=model, or pass them with names, "
-        "as in [{'params': list(model.named_parameters()), 'lr': 1e-3}]."
+        "model.parameters(). For some of its parameters, or groups of them, add model=model."
     )

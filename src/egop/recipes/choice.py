@@ -107,7 +107,7 @@ class WeightChoice:
             warnings.warn(
                 "egop.EGOP chooses weights by their roles. Without the model, the roles were guessed from names and "
                 f"shapes, and the model is assumed to have normalization layers. Weights to rotate: "
-                f"{list_first(chosen)}. Left to AdamW: {left}. Pass the model itself, or add model=model.",
+                f"{list_first(chosen)}. Weights left to AdamW: {left}. Pass the model itself, or add model=model.",
                 stacklevel=find_user_level(),
             )
         elif self.left and not self.matrices:

@@ -20,7 +20,7 @@ from egop.optimizer import BoundParameters, check_separate_memory, format_groups
 from egop.recipes.adamw import MOMENTS, read_numbers, step_adamw
 from egop.recipes.changes import Change, find_changes
 from egop.recipes.choice import Matrix, WeightChoice
-from egop.recipes.sizes import ADAM_FACTOR, choose_update_rms, measure_rms, size_settings
+from egop.recipes.sizes import check_update_rms, choose_update_rms, describe_sizes, measure_rms, size_settings
 from egop.recipes.state_dicts import check_state_dict
 
 __all__ = ["EGOP"]
@@ -35,9 +35,9 @@ class EGOP(Optimizer):
     """PolarAdam in an eigenbasis of the momentum for weight matrices, and AdamW for everything else.
 
     Use it in place of AdamW, with the same weight decay. The update of a weight matrix has a root mean square of
-    lr · s · max(1, √(outputs / inputs)), so that AdamW's best learning rate is a good starting point. If the model has
-    normalization layers, s is 0.4, and 3 takes the place of 1 for convolutions whose windows overlap. Otherwise s is
-    1.6 times the root mean square of Adam's direction. Updates are smaller where gradients have vanished.
+    lr · s · max(1, √(outputs / inputs)), so that AdamW's best learning rate is a good starting point. In models without
+    normalization layers, s is 1.6 times the root mean square of Adam's direction. In others, s is 0.4, or less where
+    gradients have vanished, and 3 takes the place of 1 for convolutions whose windows overlap.
 
     Weights of linear layers, convolutions, attention and experts are updated by :class:`egop.optim.PolarAdam` in
     coordinates that follow their momentum: the smaller side of each weight is rotated to its principal axes. The
@@ -49,8 +49,8 @@ class EGOP(Optimizer):
 
     Args:
         params: a module; or ``model.named_parameters()`` or parameter groups, together with ``model``.
-        lr: learning rate. Start with AdamW's, or 0.008 if that is lower, then try half and twice that, and go on while
-            the loss falls.
+        lr: learning rate. Start with AdamW's, but at most 0.008, then try half and twice that, and go on while the loss
+            falls.
         betas: decay rates of the running means of gradients and of their squares, for all parameters.
         eps: added to the denominator.
         weight_decay: decoupled weight decay for all parameters. To exclude norms and biases, put them in a group of
@@ -60,7 +60,8 @@ class EGOP(Optimizer):
             3, 4, 6, 8, 12, 16, 24, ...
         exclude: name patterns, such as ``"*.gate"``, of modules or weights to leave to AdamW.
         update_rms: the factor s of the rule above: a number, or ``"adam"`` for 1.6 times the root mean square of Adam's
-            direction. Set it to 0.4 if the model normalizes activations by functions instead of modules.
+            direction, as in models without normalization layers. Set it to 0.4 if the model normalizes activations by
+            functions instead of modules.
         outside_lr: learning rate of what AdamW updates (embeddings, heads, norms, biases), as a multiple of ``lr``. Try
             4 for vision transformers.
         model: the module that owns the parameters, if ``params`` is not a module; it determines their roles.
@@ -311,10 +312,8 @@ class EGOP(Optimizer):
         return f"{type(self).__name__}({matrices}, AdamW for {others}, lr={rates})"
 
     def __str__(self) -> str:
-        if (rms := self.defaults["update_rms"]) == "adam":
-            rms = f"{ADAM_FACTOR} times that of Adam's direction; if the model normalizes activations, pass 0.4"
-        size = f"root mean square of updates of square matrices, over lr (update_rms): {rms}"
-        return "\n".join([repr(self), size, *format_groups(self.param_groups), str(self.plan)])
+        sizes = describe_sizes([group["update_rms"] for group in self.param_groups])
+        return "\n".join([repr(self), sizes, *format_groups(self.param_groups), str(self.plan)])
 
     def _named_parameters(self) -> list[tuple[str, Tensor]]:
         self._follow_changes()
@@ -424,8 +423,6 @@ class EGOP(Optimizer):
         if matrix := self._choice.matrices.get(name):
             if self.defaults["rotate"]:
                 shapes["basis"] = matrix.basis_shape(parameter)
-            else:
-                del shapes["step"]  # nothing counts steps
             if "master" in entry:
                 shapes["master"] = tuple(parameter.shape)
         return shapes
@@ -440,8 +437,7 @@ def _refuse_options(settings: Mapping[str, Any]) -> None:
 def _make_engine(settings: Mapping[str, Any]) -> PolarAdam:
     """Create the optimizer of the matrices, which holds no parameters of its own. It checks the settings."""
     check_nonnegative("outside_lr", settings["outside_lr"])
-    if settings["update_rms"] != "adam":
-        check_nonnegative("update_rms", settings["update_rms"])
+    check_update_rms(settings["update_rms"])
     names = ("lr", "betas", "eps", "weight_decay", *(("every",) if settings["rotate"] else ()))
     options = {name: settings[name] for name in names}
     return (RotatedPolarAdam if settings["rotate"] else PolarAdam)([{"params": []}], **options)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from egop.basis import has_norm_layers
 from egop.distributed import to_full
+from egop.numerics import check_nonnegative
+from egop.optim import correct_bias
 from egop.recipes.adamw import MOMENTS
 from egop.recipes.choice import Matrix
 
@@ -23,12 +25,28 @@ def choose_update_rms(module: nn.Module | None) -> float | str:
     return _NORMALIZED_RMS if module is None or has_norm_layers(module) else "adam"
 
 
+def check_update_rms(update_rms: Any) -> None:
+    """Raise an error unless this is a number that is not negative, or "adam"."""
+    if not isinstance(update_rms, str):
+        check_nonnegative("update_rms", update_rms)
+    elif update_rms != "adam":
+        raise ValueError(f"Invalid update_rms value: {update_rms!r}. Must be a number or 'adam'.")
+
+
 def size_settings(update_rms: Any, matrix: Matrix) -> dict[str, Any]:
     """Return PolarAdam's settings for a matrix, given an ``update_rms`` of EGOP."""
+    check_update_rms(update_rms)
     if update_rms == "adam":
         return {"update_rms": ADAM_FACTOR * matrix.gain, "adam_sized": True}
     gain = max(_OVERLAPPING_GAIN, matrix.gain) if matrix.overlaps else matrix.gain
     return {"update_rms": update_rms * gain, "adam_sized": False}
+
+
+def describe_sizes(found: Iterable[float | str]) -> str:
+    """Describe the sizes of updates of some groups on one line."""
+    relative = f"{ADAM_FACTOR} times as large as Adam's; if the model normalizes by functions, pass update_rms=0.4"
+    sizes = [relative if each == "adam" else f"a root mean square of {each} times lr" for each in found]
+    return f"updates of square matrices: {' and '.join(dict.fromkeys(sizes))}"
 
 
 def measure_rms(group: Mapping[str, Any], matrix: Matrix, state: Mapping[str, Tensor]) -> float:
@@ -39,4 +57,4 @@ def measure_rms(group: Mapping[str, Any], matrix: Matrix, state: Mapping[str, Te
         return rms
     mean, square = (to_full(state[name]).double() for name in MOMENTS)
     size = mean.div(square.sqrt().add(float(group["eps"]))).square().mean().sqrt()
-    return rms * min(1.0, float(size))
+    return rms * float(size) * correct_bias(int(state["step"]), group["betas"], nesterov=False)
