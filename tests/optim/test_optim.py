@@ -298,3 +298,20 @@ def test_settings_that_every_matrix_optimizer_needs_are_checked():
 
     with pytest.raises(TypeError, match=r"must include weight_decay, update_rms\.$"):
         Plain([nn.Parameter(torch.ones(2, 2))], {"lr": 0.1})
+
+
+def test_weights_of_one_shape_with_different_numbers_of_steps_have_adams_size():
+    """Each has its own bias correction."""
+    drawn = [torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)).double() for seed in range(22)]
+    together, apart = ([nn.Parameter(each.clone()) for each in drawn[:2]] for _ in range(2))
+    options = {"lr": 0.1, "betas": (0.9, 0.999), "adam_sized": True}
+    optimizers = [egop.optim.PolarAdam(together, **options)]
+    optimizers += [egop.optim.PolarAdam([weight], **options) for weight in apart]
+    for step in range(2, 22):
+        for weights in (together, apart):
+            weights[0].grad = drawn[step]
+            weights[1].grad = drawn[step] ** 3 if step % 3 == 0 else None
+        for optimizer in optimizers:
+            optimizer.step()
+    for weight, other in zip(together, apart, strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-12, atol=0)

@@ -159,3 +159,15 @@ def test_recorded_steps_on_a_gpu_equal_computed_steps(kind, way, monkeypatch):
             results.append(trained(model, optimizer, range(12, 30)))
     for name in results[0]:
         torch.testing.assert_close(results[0][name], results[1][name], rtol=0, atol=1e-7)
+
+
+def test_rates_that_change_apart_need_no_new_recording(monkeypatch):
+    weights = [nn.Parameter(torch.ones(3 + place, 4).double()) for place in range(6)]
+    optimizer = egop.optim.PolarAdam([{"params": [weight]} for weight in weights], lr=0.01)
+    counts = record_on_the_cpu(monkeypatch)
+    for step in range(40):
+        for place, (group, weight) in enumerate(zip(optimizer.param_groups, weights, strict=True)):
+            group["lr"] = 0.01 * (1 + place) if step >= 5 * place else 0.0
+            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step)).double()
+        optimizer.step()
+    assert counts["recorded"] == 1

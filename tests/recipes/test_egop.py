@@ -160,11 +160,12 @@ def test_step_does_not_depend_on_the_memory_layout():
     assert distance(*ends) < 1e-12
 
 
-def test_recorded_steps_equal_computed_steps(monkeypatch):
+@pytest.mark.parametrize("update_rms", [0.4, "adam"])
+def test_recorded_steps_equal_computed_steps(update_rms, monkeypatch):
     ends, counts = [], {}
     for recorded in (False, True):
         model = network()
-        optimizer = make(model)
+        optimizer = make(model, update_rms=update_rms)
         counts = record_on_the_cpu(monkeypatch) if recorded else {}
         train(model, optimizer, 0, 8)
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
