@@ -43,9 +43,9 @@ _MAX_STACKINGS = 16  # sets of weights of a group whose stacks are kept; one is 
 class MatrixOptimizer(Optimizer, abc.ABC):
     """Base class of optimizers that transform the momentum of a weight as a whole matrix.
 
-    Every update is scaled to the same root mean square, so that learning rates are similar to AdamW's. Weights of one
+    Updates are scaled to a given root mean square, so that learning rates are similar to AdamW's. Weights of one
     shape are stepped together. A weight of more than two dimensions (a convolution) is a matrix with one row per
-    output. All state is plain tensors of the weight's shape: ``exp_avg`` is linear in the gradients and is rotated
+    output. The moments are plain tensors of the weight's shape: ``exp_avg`` is linear in the gradients and is rotated
     exactly, ``exp_avg_sq`` is rotated by the squared rotation (see :mod:`egop.optimizer.moments`).
 
     On a GPU the steps of small networks are recorded as a CUDA graph if the class itself, not a base class, sets

@@ -20,7 +20,7 @@ from egop.optimizer import BoundParameters, check_separate_memory, format_groups
 from egop.recipes.adamw import MOMENTS, read_numbers, step_adamw
 from egop.recipes.changes import Change, find_changes
 from egop.recipes.choice import Matrix, WeightChoice
-from egop.recipes.sizes import check_update_rms, choose_update_rms, describe_sizes, measure_rms, size_settings
+from egop.recipes.sizes import check_update_rms, choose_update_rms, describe_sizes, make_size_settings, measure_rms
 from egop.recipes.state_dicts import check_state_dict
 
 __all__ = ["EGOP"]
@@ -405,7 +405,7 @@ class EGOP(Optimizer):
                 settings |= self._engine.defaults | {"matrices_last": matrix.stacked > 0}
             settings["lr"], settings["eps"], settings["weight_decay"] = read_numbers(group)
             settings["betas"], settings["every"] = group["betas"], group["every"]
-            settings |= size_settings(group["update_rms"], matrix)
+            settings |= make_size_settings(group["update_rms"], matrix)
             # A weight in half precision is stepped through its float32 copy, with the state of the weight itself.
             states, weights = [self.state[parameter] for parameter in parameters], parameters
             if not _HALF.isdisjoint([parameter.dtype for parameter in parameters]):

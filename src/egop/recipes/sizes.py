@@ -15,7 +15,7 @@ from egop.recipes.adamw import MOMENTS
 from egop.recipes.choice import Matrix
 
 # How these were chosen: docs/reproduction/adamws-rate.md.
-ADAM_FACTOR = 1.6  # of updates that are as large as Adam's direction (update_rms="adam")
+_ADAM_FACTOR = 1.6  # of updates that are as large as Adam's direction (update_rms="adam")
 _NORMALIZED_RMS = 0.4
 _OVERLAPPING_GAIN = 3.0  # least factor of other updates of convolutions whose windows overlap
 
@@ -33,28 +33,28 @@ def check_update_rms(update_rms: Any) -> None:
         raise ValueError(f"Invalid update_rms value: {update_rms!r}. Must be a number or 'adam'.")
 
 
-def size_settings(update_rms: Any, matrix: Matrix) -> dict[str, Any]:
+def make_size_settings(update_rms: Any, matrix: Matrix) -> dict[str, Any]:
     """Return PolarAdam's settings for a matrix, given an ``update_rms`` of EGOP."""
     check_update_rms(update_rms)
     if update_rms == "adam":
-        return {"update_rms": ADAM_FACTOR * matrix.gain, "adam_sized": True}
+        return {"update_rms": _ADAM_FACTOR * matrix.gain, "adam_sized": True}
     gain = max(_OVERLAPPING_GAIN, matrix.gain) if matrix.overlaps else matrix.gain
     return {"update_rms": update_rms * gain, "adam_sized": False}
 
 
 def describe_sizes(found: Iterable[float | str]) -> str:
     """Describe the sizes of updates of some groups on one line."""
-    relative = f"{ADAM_FACTOR} times as large as Adam's; if the model normalizes by functions, pass update_rms=0.4"
+    relative = f"{_ADAM_FACTOR} times as large as Adam's; if the model normalizes by functions, pass update_rms=0.4"
     sizes = [relative if each == "adam" else f"a root mean square of {each} times lr" for each in found]
     return f"updates of square matrices: {' and '.join(dict.fromkeys(sizes))}"
 
 
 def measure_rms(group: Mapping[str, Any], matrix: Matrix, state: Mapping[str, Tensor]) -> float:
     """Return the root mean square of an update over the learning rate; estimated, if it follows Adam's."""
-    settings = size_settings(group["update_rms"], matrix)
+    settings = make_size_settings(group["update_rms"], matrix)
     rms = float(settings["update_rms"])
     if not settings["adam_sized"]:
         return rms
     mean, square = (to_full(state[name]).double() for name in MOMENTS)
     size = mean.div(square.sqrt().add(float(group["eps"]))).square().mean().sqrt()
-    return rms * float(size) * correct_bias(int(state["step"]), group["betas"], nesterov=False)
+    return rms * float(size) * correct_bias(max(1, int(state["step"])), group["betas"], nesterov=False)

@@ -40,7 +40,7 @@ TASKS = {
 # Rates of tuning runs with several rates outside: mostly those that AdamW and EGOP have chosen.
 _RATES = {"vit-6x384": (-3, -1), "resnet-34": (-2, 5), "gpt-6x384-400": (1, 2), "gpt-12x768-400": (-1, 0)}
 _CONVOLUTION_RATES = (-2, 0, 2, 4)
-ADAMS = "EGOP, Adam's size"  # with 1.6 times the size of Adam's direction, after its bias correction
+ADAMS = "EGOP, Adam's size"  # as with EGOP(update_rms="adam"), but convolutions three times as far
 _ADAMS_RATES = {
     "gpt-4x144-400": (2, 4, 6),
     "gpt-6x384-400": (0, 1, 2),
