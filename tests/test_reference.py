@@ -15,7 +15,7 @@ from egop.reference import ReferenceEGOP
 from explicit import distance
 
 STEPS = 40
-SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.3, "every": 3}
+SETTINGS = {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 1.0, "every": 3}
 
 
 class Transformer(nn.Module):
