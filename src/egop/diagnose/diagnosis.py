@@ -86,7 +86,7 @@ class Diagnosis:
         others |= {f"seed {seed}": race.compare(name, 1, seed) for seed in race.seeds[1:]}
         for what, comparison in others.items():
             if comparison is not None and (comparison.time <= WORTH) != (self.advised != ADAMW):
-                doubts.append(f"{what} disagrees: {_percent(comparison.time)} of AdamW's time")
+                doubts.append(f"{what} disagrees: {name} takes {_percent(comparison.time)} of AdamW's time")
         if WORTH - 0.05 < self.comparisons[name].time < WORTH + 0.1:
             doubts.append("the times are close")
         if (steps := race.lengths[race.stage]) < SHORT:
@@ -111,9 +111,10 @@ class Diagnosis:
         if (name := self.closest) is None:
             return "Gain: none. AdamW ran alone, see below."
         comparison = self.comparisons[name]
-        who = f"{name} reaches" if name == self.advised else f"too small to switch. {name}, the closest, reaches"
         if math.isinf(comparison.steps):
             return f"Gain: none. {name}, the closest, did not lower the loss."
+        reason = "none in time" if comparison.time >= 1 else "too small to switch"
+        who = f"{name} reaches" if name == self.advised else f"{reason}. {name}, the closest, reaches"
         return (
             f"Gain: {who} the same loss in {_percent(comparison.steps)} of AdamW's steps and "
             f"{_percent(comparison.time)} of its time (a step takes {comparison.slowdown:.2f} x as long)."
