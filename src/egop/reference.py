@@ -80,8 +80,8 @@ def step_rotated(weight: Tensor, gradient: Tensor, state: dict[str, Any], group:
     if group["update_rms"] == "adam":
         step = state["step"]  # for Adam's bias correction
         s *= 1.6 * D.square().mean().sqrt() * (1 - beta2**step) ** 0.5 / (1 - beta1 ** (step + 1))
-    else:
-        is_kernel = weight.shape[2:].numel() > 1  # whose windows overlap; where D fades, the update shrinks
+    else:  # the last factor shrinks the update where D fades
+        is_kernel = weight.shape[2:].numel() > 1  # of a convolution, whose windows are assumed to overlap
         s = group["update_rms"] * max(s, 3 * is_kernel) * min(1, D.abs().max() / 0.01)
     update = s * Q @ U / U.square().mean().sqrt().clamp_min(1e-300)
     weight.sub_(group["lr"] * (update if wide else update.mT).reshape(weight.shape))

@@ -227,7 +227,7 @@ def test_runs_of_one_length_are_compared_if_the_race_ended_early():
 def test_time_decides_and_not_steps():
     found = made_up(early=(0.5,), late=(0.5,), slowdown=3.0)
     assert found.advised == "AdamW"
-    assert "Gain: none in time. EGOP, the closest, reaches" in found.verdict
+    assert "Gain: no time saved. EGOP, the closest, reaches" in found.verdict
     assert "reaches the same loss in 50 % of AdamW's steps and 150 % of its time" in found.verdict
 
 

@@ -35,7 +35,7 @@ def test_the_advice_gives_the_numbers_of_the_record():
     summary = f"lower than AdamW on {lower} of {number} small problems, and on {capped} with rates capped at 0.008"
     page = " ".join((DOCS / "howto" / "learning-rate.md").read_text().split())
     assert summary in page
-    assert f"At the default rate, 1e-3, it ended lower on {at_default}." in page
+    assert f"With both at the default rate, 1e-3, it ended lower on {at_default}." in page
 
 
 def test_losses_are_compared_by_seed_at_adamws_rate():

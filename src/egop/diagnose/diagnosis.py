@@ -113,7 +113,7 @@ class Diagnosis:
         comparison = self.comparisons[name]
         if math.isinf(comparison.steps):
             return f"Gain: none. {name}, the closest, did not lower the loss."
-        reason = "none in time" if comparison.time >= 1 else "too small to switch"
+        reason = "no time saved" if comparison.time >= 1 else "too small to switch"
         who = f"{name} reaches" if name == self.advised else f"{reason}. {name}, the closest, reaches"
         return (
             f"Gain: {who} the same loss in {_percent(comparison.steps)} of AdamW's steps and "

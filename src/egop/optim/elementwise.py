@@ -38,7 +38,7 @@ class MatrixStack:
         states: their states.
         shape: shape of a weight as a matrix, or as a stack of matrices.
         bases: in a step in rotated coordinates, stacked bases of the smaller sides of the matrices.
-        bases_layout: stacks them.
+        bases_layout: layout of the bases, by which they are stacked.
     """
 
     def __init__(self, weights: Sequence[Tensor], group: Mapping[str, Any], *, any_column_order: bool) -> None:

@@ -49,8 +49,9 @@ class MatrixOptimizer(Optimizer, abc.ABC):
     exactly, ``exp_avg_sq`` is rotated by the squared rotation (see :mod:`egop.optimizer.moments`).
 
     On a GPU the steps of small networks are recorded as a CUDA graph if the class itself, not a base class, sets
-    ``recordable = True``. Its step may then only use tensors (no counters, no random numbers), and permuting the
-    columns of a matrix must permute its update in the same way.
+    ``recordable = True``. Its directions, updates and scales may then depend on tensors alone (no counters, no random
+    numbers), and permuting the columns of a matrix must permute its update in the same way. :meth:`compute_rates` is
+    not recorded.
 
     Args:
         params: weights of two or more dimensions, or parameter groups of them.

@@ -39,8 +39,8 @@ class PolarAdam(MatrixOptimizer):
         iterations: number of Newton-Schulz steps.
         weight_decay: decoupled weight decay, as in AdamW.
         update_rms: root mean square of an update before the learning rate.
-        adam_sized: let it be ``update_rms`` times that of Adam's direction, with bias correction. Where gradients are
-            mostly noise, that is about a quarter.
+        adam_sized: scale updates to ``update_rms`` times the root mean square of Adam's direction (with bias
+            correction), which is about 0.25 where gradients are mostly noise.
 
     Example:
         >>> model = torch.nn.Linear(3, 2, bias=False)

@@ -36,8 +36,9 @@ class EGOP(Optimizer):
 
     Use it in place of AdamW, with the same weight decay. The update of a weight matrix has a root mean square of
     lr · s · max(1, √(outputs / inputs)), so that AdamW's best learning rate is a good starting point. In models without
-    normalization layers, s is 1.6 times the root mean square of Adam's direction. In others, s is 0.4, or less where
-    gradients have vanished, and 3 takes the place of 1 for convolutions whose windows overlap.
+    normalization layers, s is 1.6 times the root mean square of Adam's direction. In others, s is 0.4. Where s is a
+    number, 3 takes the place of 1 for convolutions whose windows overlap, and updates shrink where gradients have
+    vanished.
 
     Weights of linear layers, convolutions, attention and experts are updated by :class:`egop.optim.PolarAdam` in
     coordinates that follow their momentum: the smaller side of each weight is rotated to its principal axes. The

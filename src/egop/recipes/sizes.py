@@ -44,9 +44,13 @@ def make_size_settings(update_rms: Any, matrix: Matrix) -> dict[str, Any]:
 
 def describe_sizes(found: Iterable[float | str]) -> str:
     """Describe the sizes of updates of some groups on one line."""
-    relative = f"{_ADAM_FACTOR} times as large as Adam's; if the model normalizes by functions, pass update_rms=0.4"
-    sizes = [relative if each == "adam" else f"a root mean square of {each} times lr" for each in found]
-    return f"updates of square matrices: {' and '.join(dict.fromkeys(sizes))}"
+    kinds = list(dict.fromkeys(found))
+    sizes = [
+        f"{_ADAM_FACTOR} times as large as Adam's" if each == "adam" else f"a root mean square of {each:g} times lr"
+        for each in kinds
+    ]
+    advice = "; if the model normalizes by functions, pass update_rms=0.4" if kinds == ["adam"] else ""
+    return f"updates of square matrices: {' and '.join(sizes)}{advice}"
 
 
 def measure_rms(group: Mapping[str, Any], matrix: Matrix, state: Mapping[str, Tensor]) -> float:

@@ -83,8 +83,9 @@ class AdviceExperiment(Experiment):
             "of steps. The minutes below are wall-clock times of several runs side by side."
         )
         code = (
-            "The race and the full trainings ran the same code. Since then, EGOP takes larger steps where a layer has "
-            "more inputs than outputs, and for convolutions."
+            "The race and the full trainings ran the same code. Since then, EGOP's updates follow the size of Adam's "
+            "in models without normalization layers. In others, they are larger where a layer has more inputs than "
+            "outputs, and for convolutions."
         )
         rules = (
             "The rules were chosen on the open half before the frozen half was looked at, but for one: a third "

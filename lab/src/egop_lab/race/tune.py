@@ -56,7 +56,7 @@ RULES = """
    parameters that AdamW steps, larger updates of convolutions, and updates as large as Adam's. (Since 2026-11-19. On
    that day EGOP's updates of convolutions whose windows overlap became three times as large, because it had lost 0.107
    at AdamW's rate on ResNet-34. EGOP's rate there comes from the tuning runs with these updates, and EGOP, its controls
-   and its variants were run again.)
+   and its variants were run again; the earlier runs are in update-sizes.jsonl.)
 10. Schedule of every run: linear warm-up, constant, linear decay to 0 over the last 40 % of the steps.
 11. EGOP also makes tuning runs at AdamW's tuned rate, to see what it loses there. (Since 2026-11-18.)
 12. On Python code AdamW's rate is tuned again by full-length runs with seed 0: three rates around its best one, more
