@@ -97,6 +97,6 @@ def test_the_sentences_of_the_readme_hold_without_the_lab(recomputed):
     assert f"and in {span('AdamW reached in time', 'ResNet')[0]:.0f} % on ResNet-34" in text
     assert "from a quarter of AdamW's to 2.8 times it" in text
     assert tuple(map(round, span("rate over AdamW's", ""), (2, 1))) == (0.25, 2.8)
-    assert "1.1 to 1.3 times as long as with AdamW in CUDA graphs (1.0 to 1.4 in eager mode, earlier)" in text
+    assert "1.1 to 1.3 times as long as with AdamW in CUDA graphs (1.0 to 1.4 in eager mode, with older code)" in text
     assert tuple(round(value, 1) for value in span("CUDA graph", "")) == (1.1, 1.3)
     assert tuple(round(value, 1) for value in span("eager", "")) == (1.0, 1.4)

@@ -1,4 +1,4 @@
-"""Compare sizes of EGOP's updates: constant or as large as Adam's, of convolutions, and of what AdamW updates.
+"""Compare sizes of updates: constant or as large as Adam's, of convolutions, and of what AdamW updates beside EGOP.
 
 ``python -m egop_lab.race.update_sizes TASK DATA`` adds the missing runs of a small ViT and a small GPT with other rates
 outside to ``docs/records/outside-rate.jsonl``; a run takes a minute on a CPU core. ``docs/records/update-sizes.jsonl``
@@ -40,7 +40,7 @@ TASKS = {
 # Rates of tuning runs with several rates outside: mostly those that AdamW and EGOP have chosen.
 _RATES = {"vit-6x384": (-3, -1), "resnet-34": (-2, 5), "gpt-6x384-400": (1, 2), "gpt-12x768-400": (-1, 0)}
 _CONVOLUTION_RATES = (-2, 0, 2, 4)
-ADAMS = "EGOP, Adam's size"  # as with EGOP(update_rms="adam"), but convolutions three times as far
+_ADAMS = "EGOP, Adam's size"  # as EGOP(update_rms="adam"), but with updates of convolutions three times as large
 _ADAMS_RATES = {
     "gpt-4x144-400": (2, 4, 6),
     "gpt-6x384-400": (0, 1, 2),
@@ -72,7 +72,7 @@ def make_outside_table(losses: Losses) -> list[list[str]]:
     for name, rates in _RATES.items():
         for rate in rates:
             methods = list(METHODS.values())
-            if name == "resnet-34":  # at that time
+            if name == "resnet-34":  # these runs are older than the factor 3
                 methods[0] = "EGOP, convolutions x 1"
             medians = [_find_median(losses, name, method, rate) for method in methods]
             rows.append([TITLES[name].partition(",")[0], _format_rate(rate), *medians])
@@ -84,7 +84,7 @@ def make_adams_table(losses: Losses) -> list[list[str]]:
     rows = [["median validation loss", "lr", "constant size", "Adam's size"]]
     for name, rates in _ADAMS_RATES.items():
         for rate in rates:
-            medians = [_find_median(losses, name, method, rate) for method in ("EGOP", ADAMS)]
+            medians = [_find_median(losses, name, method, rate) for method in ("EGOP", _ADAMS)]
             rows.append([TITLES[name].partition(",")[0], _format_rate(rate), *medians])
     return rows
 
