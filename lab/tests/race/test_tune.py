@@ -36,13 +36,13 @@ def bowl(best, *, beta=0.0, warmup=0.0, clip=0.0, edge=math.inf):
         task = TASKS[run.task]
         value = 1 + 0.01 * abs(run.rate - best[run.method]) + 0.001 * (run.seed % 10)
         value += beta * (run.beta != task.betas[run.method][0])
-        return value + warmup * (run.warmup != task.warmups[0]) + clip * (run.clip is not None)
+        return value + warmup * (run.warmup != task.warmups[run.method][0]) + clip * (run.clip is not None)
 
     return loss
 
 
 def tuned_rates(losses, method, steps=TASK.steps):
-    task_values = (TASK.betas[method][0], TASK.warmups[0], TASK.clips[0])
+    task_values = (TASK.betas[method][0], TASK.warmups[method][0], TASK.clips[0])
     return sorted(
         {
             run.rate

@@ -56,6 +56,7 @@ VARIANTS = (
     "EGOP, renewed every 20 steps",
 )
 _ADAMS = ("AdamW", "SOAP", "PolarAdam", "EGOP", "EGOP, random rotation", *VARIANTS)
+_METHODS = (*_ADAMS, *_MATRICES, "SGD")
 TEXT_BETAS = {**dict.fromkeys(_ADAMS, (0.95, 0.99)), **_MATRICES}
 IMAGE_BETAS = {**dict.fromkeys(_ADAMS, (0.99, 0.999)), **_MATRICES, "SGD": (0.9, 0.95)}
 
@@ -76,7 +77,7 @@ class Task:
         seeds: how many final runs each method gets.
         guesses: by method, the place of the learning rate on the grid at which tuning starts.
         betas: by method, the values of its tuned decay, the base value first.
-        warmups: the values of the warm-up in steps, the base value first.
+        warmups: by method, the values of the warm-up in steps, the base value first.
         clips: the values of the largest gradient norm, the base value first.
         room: how many tried rates the best one must have on both sides.
         tuning_steps: length of tuning runs, if they are shorter.
@@ -100,7 +101,7 @@ class Task:
     seeds: int
     guesses: Mapping[str, int]
     betas: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: TEXT_BETAS)
-    warmups: tuple[int, ...] = (50, 100)
+    warmups: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: dict.fromkeys(_METHODS, (50, 100)))
     clips: tuple[float | None, ...] = (None, 1.0)
     room: int = 2
     tuning_steps: int | None = None
@@ -129,14 +130,16 @@ def _guess(adamw: int, muon: int, normuon: int, soap: int, egop: int, **further:
 _SMALL: dict[str, Any] = {"layers": 6, "width": 384, "heads": 6, "context": 256}
 _TINY: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2}
 _WIKITEXT: dict[str, Any] = {"data": "wikitext-2", "model": _SMALL, "batch": 64, "seeds": 8}
-# Of all tasks but the first only the rate is tuned.
-_RATE_ONLY: dict[str, Any] = {"warmups": (50,), "clips": (1.0,), "room": 1}
+# Of all tasks but the first only the rate is tuned, but for AdamW's warm-up on Python code.
+_WARMUPS = dict.fromkeys(_METHODS, (50,))
+_RATE_ONLY: dict[str, Any] = {"warmups": _WARMUPS, "clips": (1.0,), "room": 1}
 _RATE_ONLY["controls"] = dict.fromkeys(("PolarAdam", "EGOP, random rotation", *VARIANTS), "EGOP")
 _LARGE_BETAS: dict[str, tuple[float, ...]] = {**dict.fromkeys(_ADAMS, (0.95,)), "Muon": (0.9,), "NorMuon": (0.9,)}
 _IMAGES: dict[str, Any] = {"data": "imagenette", "batch": 128, "seeds": 5, "beta2": 0.99, **_RATE_ONLY}
 _IMAGES["betas"] = _LARGE_BETAS | dict.fromkeys(_ADAMS, (0.99,)) | {"SGD": (0.9,)}
 # For tests: seconds on a CPU.
-_TEST: dict[str, Any] = {"data": "synthetic", "batch": 8, "steps": 12, "seeds": 2, "warmups": (2, 4)}
+_TEST: dict[str, Any] = {"data": "synthetic", "batch": 8, "steps": 12, "seeds": 2}
+_TEST["warmups"] = dict.fromkeys(_METHODS, (2, 4))
 _TEST |= {"multiples": (1.5,), "evaluations": 3, "windows": 16, "guesses": _guess(13, 15, 15, 14, 14, SGD=13)}
 _TEST["betas"] = IMAGE_BETAS | TEXT_BETAS
 
@@ -150,7 +153,7 @@ _ALL = (
         multiples=(),
         compiled=True,
         **_WIKITEXT,
-        **_RATE_ONLY,
+        **(_RATE_ONLY | {"warmups": _WARMUPS | {"AdamW": (100,)}}),
     ),
     Task(
         name="gpt-4x144-400",
@@ -187,7 +190,7 @@ _ALL = (
         multiples=(),
         windows=64,
         compiled=True,
-        **_RATE_ONLY,
+        **(_RATE_ONLY | {"warmups": _WARMUPS | {"AdamW": (50, 100)}}),
     ),
     Task(
         name="resnet-34",
@@ -212,7 +215,7 @@ _ALL = (
         name="tiny-code",
         model={**_TINY, "context": 8, "vocabulary": 300},
         tuning_steps=6,
-        **(_TEST | {"data": "code", "warmups": (2,), "room": 1}),
+        **(_TEST | {"data": "code", "warmups": dict.fromkeys(_METHODS, (2,)), "room": 1}),
     ),
     Task(name="tiny-resnet", network="resnet", model={"depths": [1, 1], "width": 4, "classes": 3}, crop=16, **_TEST),
     Task(

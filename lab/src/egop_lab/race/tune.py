@@ -64,6 +64,11 @@ RULES = """
    runs, which were to check whether shorter runs had chosen well: a rate of 1e-3 was better than 7e-4.)
 13. GPT 6x384 with 1,600 steps trains with torch.compile instead of CUDA graphs, which is faster, in all arms. (Since
    2026-11-18, before its first run.)
+   Of the other settings it takes those that each method chose for 400 steps: they are those of rule 7, but for AdamW's
+   warm-up of 100 steps. (Since 2026-11-19, before its first run.)
+14. On Python code AdamW also tries a warm-up of 100 steps, by a full-length run with seed 0 at its best rate; if that
+   is better, the rate is tuned again with it, as in rule 2. (Since 2026-11-19, before that run: 50 steps might be too
+   few for AdamW there, and rivals should be tuned at least as well as EGOP.)
 """
 
 BASELINE = "AdamW"  # which also runs for longer
@@ -166,17 +171,19 @@ def start_tuning(task: Task, method: str, losses: Losses) -> Tuning:
         seed=TUNING_SEEDS[0],
         rate=task.guesses[method],
         beta=task.betas[method][0],
-        warmup=task.warmups[0],
+        warmup=task.warmups[method][0],
         clip=task.clips[0],
     )
     return Tuning(losses, base, room=task.room, seeds=TUNING_SEEDS[: task.tuning_seeds])
 
 
-def tune_again(choice: Run, steps: int, losses: Losses, seeds: Sequence[int]) -> Run | list[Run]:
-    """Return a run of another length with its tuned rate; or, while that is open, the runs that are missing."""
-    tuning = Tuning(losses, dataclasses.replace(choice, steps=steps), room=1, seeds=seeds)
+def tune_again(
+    start: Run, losses: Losses, seeds: Sequence[int], variants: Mapping[str, Any] | None = None
+) -> Run | list[Run]:
+    """Return a run as tuned, near the start; or, while that is open, the runs that are missing."""
+    tuning = Tuning(losses, start, room=1, seeds=seeds)
     rates = tuning.missing_rates()
-    return tuning.missing_runs(rates) if rates else dataclasses.replace(tuning.base, rate=tuning.best)
+    return tuning.missing_runs(rates) if rates else tuning.choose(variants or {})
 
 
 def median_loss(task: Task, choice: Run, rate: int, losses: Losses) -> float:
@@ -191,7 +198,7 @@ def _settings(run: Run) -> dict[str, Any]:
 
 def list_variants(task: Task, method: str) -> dict[str, Any]:
     """Return the value of each further hyper-parameter that is tried against the base value."""
-    values = {"beta": task.betas[method], "warmup": task.warmups, "clip": task.clips}
+    values = {"beta": task.betas[method], "warmup": task.warmups[method], "clip": task.clips}
     return {name: some[1] for name, some in values.items() if len(some) > 1}
 
 
@@ -207,9 +214,12 @@ def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[lis
             runs += tuning.missing_runs(rates)
             continue
         has_rate.append(tuning)
-        found = tuning.choose(list_variants(task, method))
-        if isinstance(found, Run) and method == BASELINE and task.tuning_steps:
-            found = tune_again(found, task.steps, losses, seeds=(0,))
+        variants = list_variants(task, method)
+        if method == BASELINE and task.tuning_steps:  # by shorter runs the rate alone
+            start = dataclasses.replace(tuning.base, rate=tuning.best, steps=task.steps)
+            found = tune_again(start, losses, seeds=(0,), variants=variants)
+        else:
+            found = tuning.choose(variants)
         if isinstance(found, Run):
             choices[method] = found
         else:
@@ -227,7 +237,8 @@ def plan_tuning(task: Task, methods: Sequence[str], losses: Losses) -> tuple[lis
 
 def plan_longer(task: Task, choice: Run, multiple: float, losses: Losses) -> Run | list[Run]:
     """Return a longer run with its tuned rate; or, while that is open, the runs that are missing."""
-    return tune_again(choice, task.length(multiple), losses, TUNING_SEEDS[: task.tuning_seeds])
+    start = dataclasses.replace(choice, steps=task.length(multiple))
+    return tune_again(start, losses, TUNING_SEEDS[: task.tuning_seeds])
 
 
 def final_runs(task: Task, choice: Run, multiple: float = 1.0) -> list[Run]:

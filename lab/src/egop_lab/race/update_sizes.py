@@ -111,7 +111,7 @@ def _format_rate(rate: int) -> str:
 
 
 def _settings(task: tasks.Task, rate: int) -> dict[str, Any]:
-    own = {"task": task.name, "steps": task.steps, "warmup": task.warmups[0], "clip": task.clips[-1]}
+    own = {"task": task.name, "steps": task.steps, "warmup": task.warmups["EGOP"][0], "clip": task.clips[-1]}
     return own | {"rate": rate, "beta": task.betas["EGOP"][0]}
 
 
