@@ -19,6 +19,7 @@ EGOP, ADAMW, UNROTATED, RANDOM = "EGOP", "AdamW", "PolarAdam", "EGOP, random rot
 TASKS = {
     "gpt-4x144-400": (400, 400, 3, 5),
     "gpt-6x384-400": (400, 400, 3, 8),
+    "gpt-6x384-1600": (1600, 1600, 3, 8),
     "gpt-12x768-400": (400, 400, 3, 5),
     "gpt-12x768-code": (573, 144, 1, 3),
     "resnet-34": (730, 730, 3, 5),
@@ -91,7 +92,7 @@ for task, (steps, tuning_steps, tuning_seeds, seeds) in TASKS.items():
             print(f"{task}, {method}: {summarize([read(run) for run in own.values()])}{count}")
     ours, base, adamw = found[EGOP], found[UNROTATED], found[ADAMW]
     gains = [read(run) - read(base[seed]) for seed, run in ours.items() if seed in base]
-    print(f"{task}, rotation: {summarize(gains, '+')}")
+    print(f"{task}, rotation: {summarize(gains, '+')}{'' if len(gains) == seeds else f' ({len(gains)} seeds)'}")
     for name in (ADAMW, "Muon", UNROTATED):
         goals = {seed: run["curve"][-1][1] for seed, run in found[name].items() if seed in ours}
         parts = [100 * cross(ours[seed]["curve"], goal) / steps for seed, goal in goals.items()]

@@ -189,7 +189,7 @@ def test_a_task_may_tune_the_rate_alone_by_shorter_runs():
     tuning = [run for run in losses if run.is_tuning]
     assert Counter(run.method for run in tuning) == dict.fromkeys(METHODS, 3)
     assert {(run.steps, run.clip, run.warmup) for run in tuning} == {(144, 1.0, 50)}
-    assert Counter(run.steps for run in losses if not run.is_tuning) == {573: 12 + 2}
+    assert Counter(run.steps for run in losses if not run.is_tuning) == {573: 12 + 2 + 1}
 
 
 def test_adamw_is_tuned_again_at_full_length_where_tuning_runs_are_shorter():
@@ -197,6 +197,22 @@ def test_adamw_is_tuned_again_at_full_length_where_tuning_runs_are_shorter():
     guess = task.guesses["AdamW"]
     short, full = bowl(task.guesses), bowl({"AdamW": guess + 1})
     losses = finish(task, ["AdamW"], lambda run: (short if run.steps == 144 else full)(run))
-    by_rate = Counter(run.rate for run in losses if run.steps == 573)
-    assert by_rate == {guess - 1: 1, guess: 1, guess + 1: 3, guess + 2: 1}
+    runs = Counter((run.rate, run.warmup) for run in losses if run.steps == 573)
+    assert runs == {(guess - 1, 50): 1, (guess, 50): 1, (guess + 1, 50): 3, (guess + 2, 50): 1, (guess + 1, 100): 1}
     assert plan_tuning(task, ["AdamW"], losses)[1]["AdamW"].rate == guess + 1
+
+
+def test_on_code_adamw_tries_a_longer_warmup_at_full_length_and_tunes_the_rate_with_it():
+    task = TASKS["gpt-12x768-code"]
+    guess = task.guesses["AdamW"]
+    before, after = bowl(task.guesses), bowl({"AdamW": guess + 2}, warmup=-0.1)
+    losses = finish(task, ["AdamW"], lambda run: (before if run.warmup == 50 else after)(run))
+    runs = Counter(run.rate for run in losses if run.warmup == 100)
+    assert runs == {guess - 1: 1, guess: 1, guess + 1: 1, guess + 2: 3, guess + 3: 1}
+    assert {run.steps for run in losses if run.warmup == 100} == {573}
+
+
+def test_adamws_settings_for_1600_steps_are_those_it_chose_for_400():
+    losses = finish(TASKS["gpt-6x384-1600"], ["AdamW", "Muon", "EGOP"], bowl(TASKS["gpt-6x384-1600"].guesses))
+    settings = {(run.method, run.beta, run.warmup, run.clip) for run in losses}
+    assert settings == {("AdamW", 0.95, 100, 1.0), ("Muon", 0.9, 50, 1.0), ("EGOP", 0.95, 50, 1.0)}
