@@ -214,10 +214,33 @@ def test_code_is_named_by_its_source_and_by_its_commit_where_there_is_git(monkey
     assert command.describe_code() == {"source": with_git["source"]}
 
 
+def test_races_are_planned_in_order_and_no_run_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "Worker", lambda *arguments: None)
+    races = [
+        command.read_race("tiny", "AdamW"),
+        command.read_race("tiny-vit"),
+        command.read_race("tiny", "AdamW", "EGOP"),
+    ]
+    race = command.Race(races=races, paths=[], out=tmp_path / "race.jsonl", workers=1, budget=1.0, settings=())
+    places = list(dict.fromkeys((run.task, run.method) for run in race.queue()))
+    rivals = [("tiny-vit", name) for name in ("AdamW", "Muon", "NorMuon", "SOAP", "SGD")]
+    assert places == [("tiny", "AdamW"), *rivals, ("tiny", "EGOP")]
+    assert len(set(race.queue())) == len(race.queue())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [("gpt", "Invalid task: 'gpt'"), ("vit-6x384 SGD", "Invalid method for vit-6x384: 'SGD'")]
+)
+def test_a_task_or_method_that_is_not_there_is_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--show", "--race", *words.split()])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_race_that_is_killed_goes_on_where_it_was(tmp_path):
     out, methods = tmp_path / "race.jsonl", ["AdamW"]
-    arguments = ["--tasks", "tiny", "--methods", *methods, "--device", "cpu", "--workers", "2", "--out", str(out)]
+    arguments = ["--race", "tiny", *methods, "--device", "cpu", "--workers", "2", "--out", str(out)]
     line = [sys.executable, "-m", "egop_lab.race.run", *arguments]
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL, env=dict(os.environ))
     while not out.exists() or len(out.read_text().splitlines()) < 20:
@@ -240,12 +263,12 @@ def test_a_budget_is_kept_and_a_failure_is_told(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "_MOST_FAILURES", 1)
     out = tmp_path / "race.jsonl"
     started = time.monotonic()
-    common = ["--tasks", "tiny", "--device", "cpu", "--workers", "1", "--out", str(out)]
+    common = ["--race", "tiny", "--device", "cpu", "--workers", "1", "--out", str(out)]
     assert command.main([*common, "--budget", "8"]) == 0
     assert time.monotonic() - started < 20
     assert "wanted next" in capsys.readouterr().out
     code = command.main(
-        ["--tasks", "gpt-6x384-400", "--device", "cpu", "--workers", "1", "--out", str(out), "--data", str(tmp_path)]
+        ["--race", "gpt-6x384-400", "--device", "cpu", "--workers", "1", "--out", str(out), "--data", str(tmp_path)]
     )
     assert code == 1
     assert "There is no text/wikitext-2 in" in capsys.readouterr().out

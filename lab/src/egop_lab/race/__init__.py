@@ -14,11 +14,14 @@ r"""The race: optimizers trained on the same tasks under rules that were fixed b
 
 A slice on a GPU, with WikiText-2 in ``.data/wikitext-2``::
 
-    PYTHONPATH=src:lab/src python -m egop_lab.race.run --tasks gpt-6x384-400 --data .data --workers 4 --mps \
+    PYTHONPATH=src:lab/src python -m egop_lab.race.run --race gpt-6x384-400 AdamW EGOP --data .data --workers 4 --mps \
         --budget 540 --records docs/records/race.jsonl --out $OUT/race.jsonl
 
 Append the new file to ``docs/records/race.jsonl`` before the next slice: finished runs are not repeated. ``--show``
-prints the results without running anything. By default the rivals race; name the others with ``--methods``.
+prints the results without running anything. ``--race`` may be given several times; workers take the first run that fits.
+
+Two commands fill a GPU better than one if an MPS daemon runs already (``nvidia-cuda-mps-control -d``; leave out
+``--mps``) and the less urgent one has ``CUDA_MPS_CLIENT_PRIORITY=1``.
 
 ``gpt-12x768-code`` needs ``.data/code/train.txt.xz`` and ``val.txt.xz`` (``lab/make_code.py`` builds them) and one
 worker: it compiles the model, and fills the GPU. The archives hold no paths, so that validation and test part are

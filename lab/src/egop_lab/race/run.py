@@ -27,7 +27,7 @@ from typing import Any
 
 from egop_lab.files import replace_nonfinite
 from egop_lab.race.results import describe, load_records
-from egop_lab.race.tasks import METHOD_NAMES, RIVALS, TASKS, Run, Task
+from egop_lab.race.tasks import RIVALS, TASKS, Run, Task
 from egop_lab.race.tune import plan, read_losses
 
 _MOST_FAILURES = 5
@@ -101,8 +101,7 @@ class Race:
     """A scheduler that decides which runs to do, hands them to workers, and writes their records.
 
     Args:
-        tasks: the tasks, in order.
-        methods: which methods race, on the tasks that know them.
+        races: tasks with the methods that race on them, in order; a task may come again with more methods.
         paths: files with earlier records.
         out: file to which new records are appended.
         workers: how many processes share the device.
@@ -113,8 +112,7 @@ class Race:
     def __init__(
         self,
         *,
-        tasks: Sequence[Task],
-        methods: Sequence[str],
+        races: Sequence[tuple[Task, Sequence[str]]],
         paths: Sequence[Path],
         out: Path,
         workers: int,
@@ -122,7 +120,7 @@ class Race:
         settings: tuple[Any, ...],
     ) -> None:
         self.started = time.monotonic()
-        self.tasks, self.methods, self.out, self.budget, self.settings = tasks, methods, out, budget, settings
+        self.races, self.out, self.budget, self.settings = races, out, budget, settings
         self.records = load_records(*paths, out)
         self.losses = read_losses(self.records.values())
         self.failed: dict[Run, str] = {}
@@ -171,8 +169,8 @@ class Race:
         return bool(busy)
 
     def queue(self) -> list[Run]:
-        """Return the runs that the rules ask for now, task by task."""
-        return [run for task in self.tasks for run in plan(task, pick_methods(task, self.methods), self.losses)]
+        """Return the runs that the rules ask for now, race by race."""
+        return list(dict.fromkeys(run for task, methods in self.races for run in plan(task, methods, self.losses)))
 
     def estimate(self, run: Run, worker: Worker) -> float:
         """Estimate the seconds that a run takes, generously."""
@@ -201,11 +199,6 @@ class Race:
 
     def _say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:6.1f} s, {self.made} done] {text}", flush=True)
-
-
-def pick_methods(task: Task, methods: Sequence[str]) -> list[str]:
-    """Return the methods that a task knows."""
-    return [method for method in methods if method in task.guesses]
 
 
 def format_run(run: Run) -> str:
@@ -274,12 +267,27 @@ def _succeeds(command: Sequence[str], text: str = "") -> bool:
         return False
 
 
+def read_race(name: str, *methods: str) -> tuple[Task, list[str]]:
+    """Return a task and the methods that race on it, by default the rivals."""
+    if name not in TASKS:
+        raise ValueError(f"Invalid task: {name!r}. Must be one of {', '.join(TASKS)}.")
+    task = TASKS[name]
+    if unknown := [method for method in methods if method not in task.guesses]:
+        raise ValueError(f"Invalid method for {name}: {unknown[0]!r}. Must be one of {'; '.join(task.guesses)}.")
+    return task, list(methods) or [method for method in RIVALS if method in task.guesses]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description="Make the runs of the race that are still missing.")
-    parser.add_argument("--tasks", nargs="+", required=True, choices=list(TASKS), help="tasks to race, in order")
     parser.add_argument(
-        "--methods", nargs="+", default=list(RIVALS), choices=METHOD_NAMES, help=f"default: {' '.join(RIVALS)}"
+        "--race",
+        dest="races",
+        nargs="+",
+        action="append",
+        required=True,
+        metavar=("TASK", "METHOD"),
+        help=f"a task and its methods, by default {', '.join(RIVALS)}; may be given several times",
     )
     parser.add_argument("--data", help="folder with the data")
     parser.add_argument("--records", nargs="*", type=Path, default=[], help="files with earlier records")
@@ -292,22 +300,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.show and options.out is None:
         parser.error("--out is needed, unless --show is given")
+    try:
+        races = [read_race(*words) for words in options.races]
+    except ValueError as error:
+        parser.error(str(error))
     records = [*options.records, *([options.out] if options.out else [])]
-    tasks = [TASKS[name] for name in options.tasks]
     good = True
     if not options.show:
         os.environ["TQDM_DISABLE"] = "1"  # workers print nothing of their own
         began = time.monotonic()
         info = {**describe_code(), "workers": options.workers}
-        for task in tasks:
+        for task, _ in races:
             if task.data == "code":
                 from egop_lab.race.data import prepare_tokens
 
                 prepare_tokens(options.data, task.model["vocabulary"])  # once, not in every worker
         with share_gpu(options.mps):
             race = Race(
-                tasks=tasks,
-                methods=options.methods,
+                races=races,
                 paths=options.records,
                 out=options.out,
                 workers=options.workers,
@@ -317,8 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             good = race.go()
         print(f"{race.made} runs made, {len(race.failed)} failed, {len(race.queue())} wanted next", flush=True)
     found = load_records(*records)
-    for task in tasks:
-        print("\n".join(describe(task, pick_methods(task, options.methods), found)), flush=True)
+    for task, methods in races:
+        print("\n".join(describe(task, methods, found)), flush=True)
     return 0 if good else 1
 
 
