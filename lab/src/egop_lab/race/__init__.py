@@ -18,7 +18,7 @@ A slice on a GPU, with WikiText-2 in ``.data/wikitext-2``::
         --budget 540 --records docs/records/race.jsonl --out $OUT/race.jsonl
 
 Append the new file to ``docs/records/race.jsonl`` before the next slice: finished runs are not repeated. ``--show``
-prints the results without running anything. ``--race`` may be given several times; workers take the first run that fits.
+prints the results without running anything. ``--race`` may be repeated; workers take the first run that fits.
 
 Two commands fill a GPU better than one if an MPS daemon runs already (``nvidia-cuda-mps-control -d``; leave out
 ``--mps``) and the less urgent one has ``CUDA_MPS_CLIENT_PRIORITY=1``.

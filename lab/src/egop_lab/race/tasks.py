@@ -150,7 +150,7 @@ _ALL = (
         steps=1600,
         guesses=_guess(1, 4, 3, 3, 1),
         betas=_LARGE_BETAS,
-        multiples=(),
+        multiples=(2.0,),
         compiled=True,
         **_WIKITEXT,
         **(_RATE_ONLY | {"warmups": _WARMUPS | {"AdamW": (100,)}}),

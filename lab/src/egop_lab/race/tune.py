@@ -35,8 +35,9 @@ RULES = """
 6. AdamW also runs at 1.5, 2 and 3 times the steps, with its other hyper-parameters as tuned and the rate tuned again
    for each length: three rates around its best one, more until the best has a tried rate on both sides; three tuning
    seeds, and then the final seeds. On GPT 12x768 only at 3 times the steps, on ViT only at twice. (Since 2026-11-18,
-   before their first longer run: all lengths would take half an hour of GPU time.) Not on GPT 4x144, Python code and
-   with 1,600 steps. (So since these tasks were added on 2026-11-18; written here on 2026-11-19.)
+   before their first longer run: all lengths would take half an hour of GPU time.) Not on GPT 4x144 and Python code.
+   (So since these tasks were added on 2026-11-18; written here on 2026-11-19.) With 1,600 steps only at twice. (Since
+   2026-11-20, before its first longer run; it was to have none before.)
 7. On all other tasks only the rate is tuned: three rates around a guess, more until the best has a tried rate on both
    sides; on Python code (gpt-12x768-code), where a run takes a minute, by runs of a quarter of the steps. The rest is
    the same for all methods: 50 steps of warm-up, clipping at 1.0, momentum 0.9, beta2 0.95 on text and 0.99 on images
