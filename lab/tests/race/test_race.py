@@ -21,8 +21,8 @@ from egop_lab.race import timing
 from egop_lab.race.data import load_text
 from egop_lab.race.problems import make_problem
 from egop_lab.race.results import interval, load_records
-from egop_lab.race.tasks import METHOD_NAMES, TASKS, Run
-from egop_lab.race.train import make_optimizer, schedule, train
+from egop_lab.race.tasks import ADAMW_OUTSIDE, METHOD_NAMES, MUON_SIZED, TASKS, Run
+from egop_lab.race.train import make_optimizer, schedule, take_step, train
 from egop_lab.race.tune import plan, read_losses
 
 TINY = TASKS["tiny"]
@@ -87,6 +87,28 @@ def test_egop_is_what_users_get_and_its_control_is_not(name):
     control = step_three_times(lambda: make_optimizer(problem, task, tiny_run("EGOP, random rotation")))
     assert torch.equal(ours, theirs)
     assert not torch.allclose(ours, control, atol=1e-3)
+
+
+def test_muon_may_have_updates_of_egops_sizes(problem):
+    """Updates of an m x n weight grow by the root of m / n if that is above one."""
+    updates = {}
+    for method in ("Muon", MUON_SIZED):
+        problem.reset(0)
+        optimizer = make_optimizer(problem, dataclasses.replace(TINY, weight_decay=0.0), tiny_run(method))
+        before = {name: weight.detach().clone() for name, weight in problem.model.named_parameters()}
+        take_step(problem, next(iter(problem.batches(0, 1))), optimizer, None)
+        updates[method] = {name: weight.detach() - before[name] for name, weight in problem.model.named_parameters()}
+    ratios = {name: float(updates[MUON_SIZED][name].norm() / update.norm()) for name, update in updates["Muon"].items()}
+    gains = {"qkv": 3**0.5, "wider": 2.0}
+    assert ratios == pytest.approx({name: gains.get(name.split(".")[-2], 1.0) for name in ratios}, rel=1e-5)
+
+
+def test_adamw_may_have_a_higher_rate_outside_hidden_weights(problem):
+    optimizer = make_optimizer(problem, TINY, tiny_run(ADAMW_OUTSIDE))
+    inside, outside = optimizer.param_groups
+    assert len(inside["params"]) == len(problem.hidden)
+    assert (inside.get("scale", 1.0), outside["scale"]) == (1.0, 4.0)
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
 
 
 @pytest.mark.parametrize("method", ["AdamW", "SGD", "Muon", "SOAP", "EGOP"])

@@ -20,12 +20,14 @@ import egop
 from egop.optim import PolarAdam, RotatedPolarAdam
 from egop_lab.builders import CombinedOptimizer
 from egop_lab.muon import Muon, NorMuon
+from egop_lab.race.tasks import ADAMW_OUTSIDE, MUON_SIZED
 from egop_lab.race.variants import VariantPolarAdam
 
 BASELINE = "AdamW"
 _MEMORY = "8GiB"  # for all bases: no method is to lack one
 _SMALLER = egop.Shared(side="smaller")
 _UPDATE_RMS = 0.4  # of a square matrix, as egop.EGOP chooses for networks with normalization layers, as all tasks have
+_MUON_RMS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +121,24 @@ def build_polar(setup: Setup, kind: type[Optimizer] = PolarAdam, **options: Any)
     return build_beside(setup, build, **{"betas": (0.9, setup.beta), **options})
 
 
-def group_by_shape(weights: Sequence[Tensor], members: Sequence[Any], overlapping: float) -> list[dict[str, Any]]:
+def build_sized_muon(setup: Setup) -> Optimizer:
+    """Build Muon with updates of EGOP's relative sizes; ``beta`` is its momentum."""
+
+    def build(weights: Sequence[Tensor], **options: Any) -> Optimizer:
+        return Muon(group_by_shape(weights, weights, setup.overlapping, _MUON_RMS), **options)
+
+    return build_beside(setup, build, momentum=setup.beta)
+
+
+def group_by_shape(
+    weights: Sequence[Tensor], members: Sequence[Any], overlapping: float, rms: float = _UPDATE_RMS
+) -> list[dict[str, Any]]:
     """Group weights by shape, with EGOP's update size for each group; put ``members`` in place of the weights."""
     groups: dict[torch.Size, dict[str, Any]] = {}
     for weight, member in zip(weights, members, strict=True):
         least = overlapping if math.prod(weight.shape[2:]) > 1 else 1.0
         gain = max(least, math.sqrt(weight.shape[0] / math.prod(weight.shape[1:])))
-        group = groups.setdefault(weight.shape, {"params": [], "update_rms": _UPDATE_RMS * gain})
+        group = groups.setdefault(weight.shape, {"params": [], "update_rms": rms * gain})
         group["params"].append(member)
     return list(groups.values())
 
@@ -159,6 +172,8 @@ def build_random(setup: Setup) -> Optimizer:
 
 METHODS: dict[str, Callable[[Setup], Optimizer]] = {
     BASELINE: build_adamw,
+    ADAMW_OUTSIDE: lambda setup: build_beside(setup, AdamW, outside_scale=4.0, **setup.adamw(setup.beta)),
+    MUON_SIZED: build_sized_muon,
     "Muon": lambda setup: build_beside(setup, Muon, momentum=setup.beta),
     "NorMuon": lambda setup: build_beside(setup, NorMuon, momentum=setup.beta),
     "SOAP": build_soap,

@@ -48,14 +48,16 @@ class Run:
 
 # The base value of each method's tuned decay, and the one that is tried against it. The outside AdamW keeps the task's
 # beta2 in every arm but AdamW's own, where it is the whole optimizer.
-_MATRICES = {"Muon": (0.95, 0.9), "NorMuon": (0.95, 0.9)}
+MUON_SIZED = "Muon, EGOP's sizes"
+ADAMW_OUTSIDE = "AdamW, outside rate x 4"
+_MATRICES = dict.fromkeys(("Muon", "NorMuon", MUON_SIZED), (0.95, 0.9))
 VARIANTS = (
     "EGOP, squared momentum",
     "EGOP, momentum 0.95",
     "EGOP, both sides",
     "EGOP, renewed every 20 steps",
 )
-_ADAMS = ("AdamW", "SOAP", "PolarAdam", "EGOP", "EGOP, random rotation", *VARIANTS)
+_ADAMS = ("AdamW", ADAMW_OUTSIDE, "SOAP", "PolarAdam", "EGOP", "EGOP, random rotation", *VARIANTS)
 _METHODS = (*_ADAMS, *_MATRICES, "SGD")
 TEXT_BETAS = {**dict.fromkeys(_ADAMS, (0.95, 0.99)), **_MATRICES}
 IMAGE_BETAS = {**dict.fromkeys(_ADAMS, (0.99, 0.999)), **_MATRICES, "SGD": (0.9, 0.95)}
@@ -133,14 +135,16 @@ _WIKITEXT: dict[str, Any] = {"data": "wikitext-2", "model": _SMALL, "batch": 64,
 # Of all tasks but the first only the rate is tuned, but for AdamW's warm-up on Python code.
 _WARMUPS = dict.fromkeys(_METHODS, (50,))
 _RATE_ONLY: dict[str, Any] = {"warmups": _WARMUPS, "clips": (1.0,), "room": 1}
-_RATE_ONLY["controls"] = dict.fromkeys(("PolarAdam", "EGOP, random rotation", *VARIANTS), "EGOP")
-_LARGE_BETAS: dict[str, tuple[float, ...]] = {**dict.fromkeys(_ADAMS, (0.95,)), "Muon": (0.9,), "NorMuon": (0.9,)}
+_CONTROLS = dict.fromkeys(("PolarAdam", "EGOP, random rotation", *VARIANTS), "EGOP")
+_RATE_ONLY["controls"] = _CONTROLS
+_LARGE_BETAS: dict[str, tuple[float, ...]] = {**dict.fromkeys(_ADAMS, (0.95,)), **dict.fromkeys(_MATRICES, (0.9,))}
 _IMAGES: dict[str, Any] = {"data": "imagenette", "batch": 128, "seeds": 5, "beta2": 0.99, **_RATE_ONLY}
 _IMAGES["betas"] = _LARGE_BETAS | dict.fromkeys(_ADAMS, (0.99,)) | {"SGD": (0.9,)}
 # For tests: seconds on a CPU.
 _TEST: dict[str, Any] = {"data": "synthetic", "batch": 8, "steps": 12, "seeds": 2}
 _TEST["warmups"] = dict.fromkeys(_METHODS, (2, 4))
-_TEST |= {"multiples": (1.5,), "evaluations": 3, "windows": 16, "guesses": _guess(13, 15, 15, 14, 14, SGD=13)}
+_TEST |= {"multiples": (1.5,), "evaluations": 3, "windows": 16}
+_TEST["guesses"] = _guess(13, 15, 15, 14, 14, **{"SGD": 13, MUON_SIZED: 15, ADAMW_OUTSIDE: 13})
 _TEST["betas"] = IMAGE_BETAS | TEXT_BETAS
 
 _ALL = (
@@ -148,7 +152,7 @@ _ALL = (
     Task(
         name="gpt-6x384-1600",
         steps=1600,
-        guesses=_guess(1, 4, 3, 3, 1),
+        guesses=_guess(1, 4, 3, 3, 1, **{MUON_SIZED: 5}),
         betas=_LARGE_BETAS,
         multiples=(2.0,),
         compiled=True,
@@ -171,7 +175,7 @@ _ALL = (
         batch=32,
         steps=400,
         seeds=5,
-        guesses=_guess(-1, 3, 2, 3, 0),
+        guesses=_guess(-1, 3, 2, 3, 0, **{MUON_SIZED: 4}),
         betas=_LARGE_BETAS,
         multiples=(3.0,),
         **_RATE_ONLY,
@@ -183,14 +187,14 @@ _ALL = (
         batch=64,
         steps=573,
         seeds=3,
-        guesses=_guess(-1, 3, 2, 3, 1),
+        guesses=_guess(-1, 3, 2, 3, 1, **{ADAMW_OUTSIDE: -1}),
         betas=_LARGE_BETAS,
         tuning_steps=144,
         tuning_seeds=1,
         multiples=(),
         windows=64,
         compiled=True,
-        **(_RATE_ONLY | {"warmups": _WARMUPS | {"AdamW": (50, 100)}}),
+        **(_RATE_ONLY | {"warmups": _WARMUPS | {"AdamW": (50, 100)}, "controls": _CONTROLS | {ADAMW_OUTSIDE: "AdamW"}}),
     ),
     Task(
         name="resnet-34",

@@ -27,7 +27,8 @@ RULES = """
    for every method, so it can only help the rivals as much as us.) Every method gets the same number of tuning runs,
    but for rates that are added at an end, and for combinations that are single variants and so have been run once
    already.
-3. Tuning uses the validation part only. The test part is evaluated by final runs alone, once, at their end.
+3. Tuning uses the validation part only. The test part is evaluated by final runs alone, once, at their end. (Broken
+   before 2026-11-18 by 15 runs on GPT 6x384 that compared sizes of EGOP's updates with seeds 0 to 3.)
 4. Final runs have the seeds 0, 1, ...: eight on GPT 6x384, five elsewhere, three on Python code. At a seed all methods
    have the same initialisation and the same batches.
 5. Parameters that a method does not step (embeddings, head, norms) are stepped by AdamW with betas (0.9, beta2 of the
@@ -70,6 +71,10 @@ RULES = """
 14. On Python code AdamW also tries a warm-up of 100 steps, by a full-length run with seed 0 at its best rate; if that
    is better, the rate is tuned again with it, as in rule 2. (Since 2026-11-19, before that run: 50 steps might be too
    few for AdamW there, and rivals should be tuned at least as well as EGOP.)
+15. Two further arms answer a critic. Muon with updates as large as EGOP's for each shape, relative to those of a square
+   weight, on GPT 12x768 and on GPT 6x384 with 1,600 steps, tuned like every method there. AdamW with four times the
+   rate for embeddings, head and norms on Python code, with AdamW's tuned values. (Since 2026-11-20, before their first
+   run.)
 """
 
 BASELINE = "AdamW"  # which also runs for longer
