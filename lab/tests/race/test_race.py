@@ -22,6 +22,7 @@ from egop_lab.race.data import load_text
 from egop_lab.race.problems import make_problem
 from egop_lab.race.results import interval, load_records
 from egop_lab.race.tasks import ADAMW_OUTSIDE, METHOD_NAMES, MUON_SIZED, TASKS, Run
+from egop_lab.race.times import count_renewals, is_due
 from egop_lab.race.train import make_optimizer, schedule, take_step, train
 from egop_lab.race.tune import plan, read_losses
 
@@ -109,6 +110,19 @@ def test_adamw_may_have_a_higher_rate_outside_hidden_weights(problem):
     assert len(inside["params"]) == len(problem.hidden)
     assert (inside.get("scale", 1.0), outside["scale"]) == (1.0, 4.0)
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
+
+
+def test_renewals_are_counted_as_egop_makes_them(problem, monkeypatch):
+    renewals, real = [], RotatedPolarAdam._install
+
+    def install(self, due):
+        renewals.extend({int(states[0]["step"]) for _, states in due})
+        real(self, due)
+
+    monkeypatch.setattr(RotatedPolarAdam, "_install", install)
+    train(problem, TINY, tiny_run("EGOP", steps=30))
+    assert len(renewals) == count_renewals(30)
+    assert renewals == [step for step in range(1, 30) if is_due(step, 200)]
 
 
 @pytest.mark.parametrize("method", ["AdamW", "SGD", "Muon", "SOAP", "EGOP"])

@@ -13,6 +13,7 @@ from egop_lab.race import tables
 from egop_lab.race.picture import make_picture
 from egop_lab.race.results import load_records
 from egop_lab.race.tasks import TASKS
+from egop_lab.race.times import StepTimes
 from egop_lab.race.tune import read_losses
 
 ROOT = Path(__file__).parents[3]
@@ -108,12 +109,22 @@ def test_the_length_that_reaches_a_loss_is_between_finished_ones():
 
 def test_times_are_ratios_of_the_same_round():
     times = {
-        ("resnet-34", "eager", "AdamW"): [1.0, 2.0, 1.0],
-        ("resnet-34", "eager", "EGOP"): [1.1, 2.4, 1.3],
+        ("resnet-34", "eager", "AdamW"): StepTimes([1.0, 2.0, 1.0], [0.0] * 3),
+        ("resnet-34", "eager", "EGOP"): StepTimes([1.1, 2.4, 1.3], [0.0] * 3),
     }
     _, row = tables.make_times_table({}, times)
     assert row[:2] == ["ResNet-34, 10 epochs, eager", "1.20 (1.10 to 1.30)"]
     assert row[-1] == "1000.0"
+
+
+def test_times_include_the_renewals_up_to_a_step():
+    task, base, own = TASKS["gpt-6x384-400"], StepTimes([1.0], [0.0]), StepTimes([1.0], [1.0])
+    assert own.until(6.0) == [6 + 4]  # after steps 1, 2, 3 and 4
+    assert own.until(400.0) == [400 + 16]
+    assert tables.format_reached(task, [200.0] * 8, base, own) == ("50 % (50 to 50 %)", "54 %")
+    assert tables.format_reached(task, [200.0] * 8, None, own)[1] == "–"
+    header, row = tables.make_times_table({}, {(task.name, "eager", "AdamW"): base, (task.name, "eager", "EGOP"): own})
+    assert row[header.index("EGOP")] == "1.04 (1.04 to 1.04)"
 
 
 def test_every_task_has_a_title():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
 
 from egop_lab.plots.picture import Panel, Picture, Series
 from egop_lab.race.results import Records
 from egop_lab.race.tasks import TASKS
+from egop_lab.race.times import StepTimes, Times
 from egop_lab.race.tune import final_runs, plan_tuning, read_losses
 
 _TITLES = {
@@ -20,8 +20,8 @@ _METHODS = ("AdamW", "Muon", "EGOP")
 _FIRST = 1  # of the evaluations to show: the loss before it would set the scale
 
 
-def make_picture(records: Records, times: Mapping[tuple[str, str, str], Sequence[float]]) -> Picture:
-    """Return the validation loss of tuned runs over time: steps times the median time of a step in CUDA graphs."""
+def make_picture(records: Records, times: Times) -> Picture:
+    """Return the validation loss of tuned runs over time in CUDA graphs, medians of the rounds."""
     panels = []
     for name, title in _TITLES.items():
         lines = [_make_line(records, name, method, times[name, "CUDA graph", method]) for method in _METHODS]
@@ -29,15 +29,14 @@ def make_picture(records: Records, times: Mapping[tuple[str, str, str], Sequence
     return Picture("race", "Validation loss over time: mean and range over the seeds.", panels)
 
 
-def _make_line(records: Records, name: str, method: str, seconds: Sequence[float]) -> Series:
+def _make_line(records: Records, name: str, method: str, times: StepTimes) -> Series:
     task = TASKS[name]
     choice = plan_tuning(task, [method], read_losses(records.values()))[1][method]
     curves = [records[run]["curve"][_FIRST:] for run in final_runs(task, choice) if run in records]
     losses = list(zip(*([loss for _, loss in curve] for curve in curves), strict=True))
-    step = statistics.median(seconds)
     return Series(
         method,
-        [step * count for count, _ in curves[0]],
+        [statistics.median(times.until(step)) for step, _ in curves[0]],
         list(map(statistics.fmean, losses)),
         low=list(map(min, losses)),
         high=list(map(max, losses)),

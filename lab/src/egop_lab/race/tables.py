@@ -6,7 +6,6 @@ what is between them, so that measured numbers are never typed by hand; a test c
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -19,6 +18,7 @@ from egop_lab.plots.figures import draw_picture, save_figure
 from egop_lab.race.picture import make_picture
 from egop_lab.race.results import Records, interval, load_records
 from egop_lab.race.tasks import TASKS, Run, Task
+from egop_lab.race.times import StepTimes, Times, load_times
 from egop_lab.race.tune import Losses, final_runs, median_loss, plan_longer, plan_tuning, read_losses
 
 PAGES = ("README.md", "docs/results.md")
@@ -51,8 +51,6 @@ VARIANTS = {
 CONTROLS = {"EGOP": "EGOP", "PolarAdam": "`rotate=False`", "EGOP, random rotation": "random rotation"}
 _MISSING = "–"
 _MARKED = re.compile(r"(<!-- race: (\w+) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
-
-Times = Mapping[tuple[str, str, str], Sequence[float]]
 
 
 def choose_run(task: Task, method: str, losses: Losses) -> Run | None:
@@ -208,24 +206,29 @@ def make_reach_table(records: Records, times: Times) -> list[list[str]]:
             choices = [choose_run(task, method, losses) for method in (rival, "EGOP")]
             pairs = zip(*(final_runs(task, choice) for choice in choices if choice), strict=True)
             curves = [[records[run]["curve"] for run in pair] for pair in pairs if all(run in records for run in pair)]
-            parts = [find_crossing(ours, theirs[-1][1]) / task.steps for theirs, ours in curves]
+            reached = [find_crossing(ours, theirs[-1][1]) for theirs, ours in curves]
             base, own = (times.get((task.name, network, method)) for method in (rival, "EGOP"))
-            ratio = statistics.median(_divide(own, base)) if base and own else math.nan
-            cells += format_parts(task, parts, ratio)
+            cells += format_reached(task, reached, base, own)
         rows.append([TITLES[task.name], *cells])
     return rows
 
 
-def format_parts(task: Task, parts: Sequence[float], ratio: float) -> tuple[str, str]:
-    """Format after which parts of the steps, by seed, a loss is reached; and the same as a part of the time."""
-    if not parts:
+def format_reached(
+    task: Task, reached: Sequence[float], base: StepTimes | None, own: StepTimes | None
+) -> tuple[str, str]:
+    """Format the steps at which a loss is reached, by seed, as parts of a run; and as a part of another's time."""
+    if not reached:
         return _MISSING, _MISSING
-    if missed := sum(map(math.isinf, parts)):
-        return f"never with {missed} of {len(parts)} seeds", _MISSING
-    mean = 100 * statistics.fmean(parts)
+    if missed := sum(map(math.isinf, reached)):
+        return f"never with {missed} of {len(reached)} seeds", _MISSING
+    parts = [100 * step / task.steps for step in reached]
     fewer = f"; {len(parts)} seeds" if len(parts) < task.seeds else ""
-    time = _MISSING if math.isnan(ratio) else f"{mean * ratio:.0f} %"
-    return f"{mean:.0f} % ({100 * min(parts):.0f} to {100 * max(parts):.0f} %{fewer})", time
+    steps = f"{statistics.fmean(parts):.0f} % ({min(parts):.0f} to {max(parts):.0f} %{fewer})"
+    if base is None or own is None:
+        return steps, _MISSING
+    whole = base.until(task.steps)
+    ratios = [statistics.median(_divide(own.until(step), whole)) for step in reached]
+    return steps, f"{100 * statistics.fmean(ratios):.0f} %"
 
 
 def make_accuracy_table(records: Records, times: Times) -> list[list[str]]:
@@ -248,15 +251,15 @@ def find_crossing(curve: Sequence[Sequence[float]], loss: float) -> float:
 
 
 def make_times_table(records: Records, times: Times) -> list[list[str]]:
-    """Return the time of a whole training step over AdamW's, with and without a CUDA graph; medians of the rounds."""
+    """Return the mean time of a training step over AdamW's, with and without a CUDA graph; medians of the rounds."""
     shown = {"EGOP": "EGOP", "PolarAdam": "`rotate=False`", "Muon": "Muon", "NorMuon": "NorMuon", "SOAP": "SOAP"}
     rows = [["step time (AdamW = 1)", *shown.values(), "AdamW, ms"]]
     networks = list(dict.fromkeys(network for _, network, _ in times))
     for name, network in product(TITLES, networks):
         base = times.get((name, network, "AdamW"))
         if base:
-            ratios = [_format_ratio(times.get((name, network, method)), base) for method in shown]
-            rows.append([f"{TITLES[name]}, {network}", *ratios, f"{1e3 * statistics.median(base):.1f}"])
+            ratios = [_format_ratio(TASKS[name], times.get((name, network, method)), base) for method in shown]
+            rows.append([f"{TITLES[name]}, {network}", *ratios, f"{1e3 * statistics.median(base.steps):.1f}"])
     return _drop_empty_columns(rows)
 
 
@@ -272,13 +275,6 @@ TABLES: Mapping[str, Callable[[Records, Times], list[list[str]]]] = {
     "accuracy": make_accuracy_table,
     "times": make_times_table,
 }
-
-
-def load_times(path: Path) -> dict[tuple[str, str, str], Sequence[float]]:
-    """Load the seconds of a step of each round, by task, network and method; the last record of several counts."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    records = [json.loads(line) for line in lines]
-    return {(each["task"], each["network"], each["method"]): each["step seconds"] for each in records}
 
 
 def fill_tables(text: str, records: Records, times: Times) -> str:
@@ -308,10 +304,10 @@ def _format_steps_needed(records: Records, task: Task) -> str:
     return steps_needed(means, ours) if len(means) > 1 else _MISSING
 
 
-def _format_ratio(seconds: Sequence[float] | None, base: Sequence[float]) -> str:
-    if not seconds:
+def _format_ratio(task: Task, own: StepTimes | None, base: StepTimes) -> str:
+    if own is None:
         return _MISSING
-    ratios = _divide(seconds, base)
+    ratios = _divide(own.until(task.steps), base.until(task.steps))
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 

@@ -22,12 +22,8 @@ from egop_lab.race.tasks import TASKS, Run, Task
 from egop_lab.race.train import configure_torch, make_optimizer, take_step
 
 
-def time_steps(problem: Problem, task: Task, method: str, warm: int, steps: int) -> float:
-    """Return the mean seconds of a step with a new optimizer, after some untimed ones.
-
-    EGOP renews its bases ever more rarely, and then once in many steps. So it is timed as it runs later in training:
-    once without and once with a renewal, each weighted by how often it occurs.
-    """
+def time_steps(problem: Problem, task: Task, method: str, warm: int, steps: int) -> tuple[float, float]:
+    """Return the mean seconds of a step with a new optimizer, after some untimed ones; and those of EGOP's renewals."""
     known = "SOAP" if method == "SOAP, package" else method
     beta, rate = task.betas[known][0], task.guesses[known] - 8  # a small rate: nothing may diverge
     run = Run(
@@ -49,12 +45,12 @@ def time_steps(problem: Problem, task: Task, method: str, warm: int, steps: int)
     take_steps(warm)
     renewing = next((part for part in getattr(optimizer, "parts", ()) if isinstance(part, RotatedPolarAdam)), None)
     if renewing is None:
-        return take_steps(steps)
+        return take_steps(steps), 0.0
     every = renewing.defaults["every"]
     _move_counters(renewing, 10 * every + 1)  # the step after a renewal
     without = take_steps(steps)
     _move_counters(renewing, 11 * every - steps // 2)
-    return without + (take_steps(steps) - without) * steps / every
+    return without, (take_steps(steps) - without) * steps
 
 
 def _move_counters(optimizer: RotatedPolarAdam, step: int) -> None:
@@ -65,9 +61,9 @@ def _move_counters(optimizer: RotatedPolarAdam, step: int) -> None:
 
 def time_methods(
     problem: Problem, task: Task, methods: Sequence[str], rounds: int, warm: int, steps: int
-) -> dict[str, list[float]]:
-    """Return the seconds of a step by method and round; the methods take turns, and a first round is discarded."""
-    found: dict[str, list[float]] = {method: [] for method in methods}
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the times of steps by method and round; the methods take turns, and a first round is discarded."""
+    found: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
     for turn, method in itertools.product(range(rounds + 1), methods):
         seconds = time_steps(problem, task, method, warm, steps)
         if turn:
@@ -109,9 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             problem = make_problem(task, options.data, device, fast=fast)
             network = ("compiled" if task.compiled else "CUDA graph") if fast else "eager"
             found = time_methods(problem, task, methods, options.rounds, options.warm, options.steps)
-            for method, seconds in found.items():
-                record = {"task": task.name, "method": method, "network": network, "step seconds": seconds}
-                append_record(options.out, record | info)
+            for method, times in found.items():
+                seconds, renewals = zip(*times, strict=True)
+                record = {"task": task.name, "method": method, "network": network}
+                append_record(options.out, record | {"step seconds": seconds, "renewal seconds": renewals} | info)
                 median, low, high = (1e3 * kind(seconds) for kind in (statistics.median, min, max))
                 print(f"{task.name}, {network}, {method}: {median:.2f} ms ({low:.2f} to {high:.2f})", flush=True)
     return 0

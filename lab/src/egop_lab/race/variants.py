@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import egop
+from egop_lab.race.times import is_due
 
 _SHIFT = 1e-3  # of the mean eigenvalue, so that weak directions stay close to the old ones
 
@@ -58,7 +59,7 @@ def _step(group: dict[str, Any], state: dict[str, Any]) -> None:
         state["left"] = _make_identities(gradients)
         if group["both_sides"]:
             state["right"] = _make_identities(gradients.mT)
-    elif _is_due(state["step"], group["every"]):
+    elif is_due(state["step"], group["every"]):
         _renew(state)
     state["step"] += 1
     left, right, mean, square = state["left"], state.get("right"), state["mean"], state["square"]
@@ -107,8 +108,3 @@ def _iterate(grams: Tensor) -> Tensor:
 def _make_identities(matrices: Tensor) -> Tensor:
     size = matrices.shape[-2]
     return torch.eye(size, dtype=matrices.dtype, device=matrices.device).expand(len(matrices), size, size)
-
-
-def _is_due(step: int, every: int) -> bool:
-    """Return True after steps 1, 2, 3, 4, 6, 8, 12, 16, 24, ... below ``every``, and after every ``every`` steps."""
-    return step % every == 0 or (step < every and step % 2 ** max(0, step.bit_length() - 2) == 0)
