@@ -14,6 +14,7 @@ def test_a_smoke_run_measures_every_method():
     assert "numbers mean nothing" in result.output
     for name in (bench.ADAMW, bench.FIXED, bench.FULL):
         assert name in result.output
+    assert "rotate=False" in result.output
 
 
 def test_a_step_is_counted_call_by_call():

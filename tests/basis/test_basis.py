@@ -46,6 +46,16 @@ def basis():
     return cases.estimate(cases.MODELS[3].objective(), partition="layer")  # one block of two tensors, one of one
 
 
+def test_bases_are_equal_if_their_tensors_are(basis, tmp_path):
+    basis.save(tmp_path / "basis.safetensors")
+    assert egop.Basis.load(tmp_path / "basis.safetensors") == basis == copy.deepcopy(basis)
+    other = copy.deepcopy(basis)
+    next(iter(next(iter(other.values())).tensors.values()))[0, 0] += 1e-6
+    assert other != basis
+    assert egop.Basis([*basis.values()][:1]) != basis
+    assert basis != dict(basis)
+
+
 # --- encode and decode ---
 
 

@@ -71,7 +71,7 @@ def test_what_is_no_optimizer_is_an_error(optimizer):
 def test_it_says_for_which_schedule_and_length_the_rates_hold():
     found = find()
     assert str(found).startswith(f"Try lr {found.rates[0]:g}, then {found.rates[1]:g} (for warm-up over the first 10 %")
-    assert "for a constant rate, divide by three). Raced 3 rates" in str(found)
+    assert "for a constant rate, divide by three), and go on if the lowest or highest is best. Raced 3" in str(found)
     assert "Longer training usually needs lower rates. Runs this short say little." in str(found)
     assert repr(found) == f"FoundRates({found.rates[0]:g}, {found.rates[1]:g}; 3 tried)"
     assert str(find(steps=None, rates=(0.01,))).endswith("Longer training usually needs lower rates (steps=).")

@@ -104,11 +104,11 @@ def test_the_size_of_updates_is_shown():
 
 def test_tables_of_positions_are_left_to_adamw():
     model = network()
-    for name, size in (("pos", 2), ("pos_embed", 3), ("position_table", 2), ("cls_token", 2), ("deposit", 2)):
+    tables = {"pos": 2, "pos_embed": 3, "position_table": 2, "cls_token": 2, "wpe": 2, "emb": 2, "token_emb": 2}
+    for name, size in (tables | {"deposit": 2, "member": 2, "embedded": 2, "slope": 2}).items():
         setattr(model, name, nn.Parameter(torch.zeros(5, 6)[None] if size == 3 else torch.zeros(5, 6)))
     left = egop.EGOP(model).plan.unrotated
-    tables = {"pos", "pos_embed", "position_table", "cls_token"}
-    assert left == LEFT | dict.fromkeys(tables, "a table of positions or tokens")
+    assert left == LEFT | dict.fromkeys([*tables, "embedded"], "a table of positions or tokens")
 
 
 def test_plan_leaves_out_what_is_frozen():
@@ -407,10 +407,13 @@ MISTAKES = {
     "a pattern without a match": (
         lambda: egop.EGOP(network(), exclude=["u"]),
         ValueError,
-        "'u' in exclude matches",
+        "'u' in exclude matches no parameter. The weights are ",
     ),
     "a weight to exclude": (lambda: egop.EGOP(m := network(), exclude=[m.up.weight]), TypeError, "got Parameter"),
     "no rate": (lambda: egop.EGOP(network(), lr=None), TypeError, "lr must be a number, got None"),
+    "swapped arguments": (lambda: egop.EGOP(1e-3, network()), TypeError, "lr must be a number, got Network"),
+    "several rates": (lambda: egop.EGOP(network(), torch.ones(2)), TypeError, r"got a tensor of shape \(2,\)"),
+    "no model": (lambda: egop.EGOP(None), TypeError, "The model or its parameters come first, got None"),
     "rotate": (lambda: egop.EGOP(network(), rotate="no"), TypeError, "rotate must be True or False, got 'no'"),
     "maximize": (
         lambda: egop.EGOP([{"params": list(network().named_parameters()), "maximize": True}], model=None),

@@ -235,3 +235,64 @@ def test_options_that_contradict_are_refused():
         egop.EGOP(model, foreach=True, fused=True)
     with pytest.raises(ValueError, match="exclude applies to all weights: pass it to"):
         egop.EGOP([{"params": model.parameters(), "exclude": ["up"]}], model=model, **SETTINGS)
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [("rotate", False, "create a new"), ("every", 0, "every value")])
+def test_a_group_cannot_change_what_holds_for_all(name, value, message):
+    model = network()
+    optimizer = make(model)
+    train(model, optimizer, 0, 2)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=message):
+        train(model, optimizer, 2, 3)
+    assert identical(before, model.state_dict())
+
+
+def replace_by_loading(model):
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def replace_a_layer(model):
+    model[2] = nn.Linear(5, 3)
+
+
+@pytest.mark.parametrize("replace", [replace_by_loading, replace_a_layer])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_new_tensors_in_the_model_are_noticed(replace, steps):
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    optimizer = egop.EGOP(model)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        step()
+    replace(model)
+    with pytest.warns(
+        UserWarning, match=r"new tensors under the names .*2\.weight.* which the optimizer does not train"
+    ):
+        step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()  # said once
+
+
+def test_parameters_without_a_gradient_are_no_reason_to_warn():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 2))
+    optimizer = egop.EGOP(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for used in ((0, 2), (0, 1, 2)):
+            optimizer.zero_grad()
+            outputs = torch.ones(3, 4)
+            for index in used:
+                outputs = model[index](outputs)
+            outputs.sum().backward()
+            optimizer.step()
+        del model[1]
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()

@@ -1,8 +1,9 @@
-"""Measure what a step costs the host: ``egop-lab bench``. Steps on a GPU are timed in the race (``race.timing``)."""
+"""Measure what a step costs on a CPU: ``egop-lab bench``. Steps on a GPU are timed in the race (``race.timing``)."""
 
 import gc
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -18,6 +19,8 @@ from egop_lab.formatting import format_table
 ADAMW, FIXED, FULL = "AdamW", "AdamW in a fixed Shared basis", "EGOP"
 TARGETS = {ADAMW: "", FIXED: "at most 1.4x", FULL: "at most 2x, 150 calls, 12 files"}
 _WIDTH, _LAYERS, _WARM_UP = 8, 7, 45  # 45 steps: past the first bases, and not at a renewal
+# Width of the layers and examples in a batch of :func:`measure_batches`.
+_BATCHES = ((64, 64), (256, 64), (256, 1024), (512, 64), (512, 1024), (512, 8192))
 _LIBRARY = str(Path(egop.__file__).parent)
 
 
@@ -119,6 +122,49 @@ def count_calls(optimizer: Optimizer, warm_up: int = _WARM_UP) -> Calls:
     finally:
         sys.setprofile(None)
     return Calls(len(files), len(set(files)), deepest)
+
+
+def measure_batches(smoke: bool) -> str:
+    """Return a table of the time of a whole training step of a small network, by width and batch size.
+
+    Measure in one CPU thread, between two renewals of EGOP's bases; methods take turns.
+    """
+    builders: dict[str, Callable[[nn.Module], Optimizer]] = {
+        "AdamW": lambda model: torch.optim.AdamW(model.parameters()),
+        "EGOP": egop.EGOP,
+        "EGOP, rotate=False": lambda model: egop.EGOP(model, rotate=False),
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows = []
+    try:
+        for width, batch in _BATCHES[: 1 if smoke else None]:
+            times: dict[str, list[float]] = {name: [] for name in builders}
+            for _ in range(1 if smoke else 3):
+                for name, build in builders.items():
+                    times[name].append(_time_training_step(build, width, batch))
+            adamw, *others = map(median, times.values())
+            rows.append([str(width), str(batch), _format_duration(adamw), *(f"{each / adamw:.1f}x" for each in others)])
+    finally:
+        torch.set_num_threads(threads)
+    return format_table(["width", "examples", *builders], rows)
+
+
+def _time_training_step(build: Callable[[nn.Module], Optimizer], width: int, batch: int) -> float:
+    """Return the median seconds of steps 10 to 12 of a network with two square weights; EGOP renews after 8 and 12."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, width), nn.LayerNorm(width)]
+    model = nn.Sequential(*layers, nn.Linear(width, 10))
+    optimizer = build(model)
+    inputs, labels = torch.randn(batch, width), torch.randint(10, (batch,))
+    times = []
+    for _ in range(12):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        times.append(time.perf_counter() - began)
+    return median(times[9:])
 
 
 def _format_duration(seconds: float) -> str:

@@ -169,14 +169,15 @@ def report(
 def bench(
     smoke: Annotated[bool, typer.Option("--smoke", help="Take only a few steps, to see that it works.")] = False,
 ) -> None:
-    """Measure the host time of a step on small layers, compared with AdamW."""
+    """Measure what a step costs on a CPU, compared with AdamW."""
     with one_line_errors():
         typer.echo(
             "A smoke run: its numbers mean nothing." if smoke else "Measuring; close other programs for reliable times."
         )
-        from egop_lab.bench import measure_steps
+        from egop_lab.bench import measure_batches, measure_steps
 
-        typer.echo(f"Host time of a step on seven small linear layers, one CPU thread\n\n{measure_steps(smoke)}")
+        typer.echo(f"Host time of a step on seven small linear layers, one CPU thread\n\n{measure_steps(smoke)}\n")
+        typer.echo(f"A training step with two square weights, one CPU thread\n\n{measure_batches(smoke)}")
 
 
 @app.command()

@@ -60,6 +60,12 @@ class Basis(Mapping[str, ChangeOfBasis]):
     def __len__(self) -> int:
         return len(self._changes)
 
+    def __eq__(self, other: object) -> bool:
+        """Return True if both have the same changes of basis, entry by entry. Spectra may differ."""
+        if not isinstance(other, Basis):
+            return NotImplemented
+        return self.keys() == other.keys() and all(_are_equal(change, other[name]) for name, change in self.items())
+
     def encode(self, tensors: Mapping[str, Tensor]) -> dict[str, Coordinates]:
         """Return the coordinates of parameters or gradients, by block. Tensors outside every block are ignored."""
         encoded = {}
@@ -107,3 +113,10 @@ class Basis(Mapping[str, ChangeOfBasis]):
 
     def __str__(self) -> str:
         return format_blocks(list(self.values()), self.spectrum, self.unrotated)
+
+
+def _are_equal(one: ChangeOfBasis, other: ChangeOfBasis) -> bool:
+    return (one.describe(), one.tensors.keys()) == (other.describe(), other.tensors.keys()) and all(
+        tensor.dtype == other.tensors[name].dtype and torch.equal(tensor, other.tensors[name].to(tensor.device))
+        for name, tensor in one.tensors.items()
+    )

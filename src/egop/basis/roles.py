@@ -69,10 +69,11 @@ class ModuleIndex:
         self._search()
 
     def _search(self) -> None:
-        named = self.module.named_parameters(remove_duplicate=False)
+        named = list(self.module.named_parameters(remove_duplicate=False))
         pairs = [(strip_compile_prefix(name), tensor) for name, tensor in named]
         is_wrapped = all(name.startswith(DDP_PREFIX) for name, _ in pairs)
         self.parameters = {name.removeprefix(DDP_PREFIX) if is_wrapped else name: tensor for name, tensor in pairs}
+        self._full_names = dict(zip(self.parameters, (name for name, _ in named), strict=True))
         self._names: dict[int, list[str]] = {}  # ids stay valid because self.parameters holds the tensors
         for name, parameter in self.parameters.items():
             self._names.setdefault(id(parameter), []).append(name)
@@ -83,6 +84,13 @@ class ModuleIndex:
         if id(parameter) not in self._names:
             self._search()
         return self._names.get(id(parameter), [])
+
+    def find_current(self, name: str) -> Tensor | None:
+        """Return the parameter that the module has under a name now, if any."""
+        try:
+            return self.module.get_parameter(self._full_names[name])
+        except (KeyError, AttributeError):
+            return None
 
     def role(self, parameter: Tensor) -> Role | None:
         """Return the role of a parameter, or None if the module does not hold it."""

@@ -63,7 +63,7 @@ class FoundRates:
         best = race.ranked(next(iter(race.runs[0])))[0]
         tested = f"Raced {pluralize(len(tried), 'rate')} from {min(tried):g} to {max(tried):g}"
         words = [
-            f"Try lr {describe_rates(self.rates)}.",
+            f"Try lr {describe_rates(self.rates)}, and go on if the lowest or highest is best.",
             f"{tested}; {best.lr:g} was best in {pluralize(best.steps, 'step')}.",
             f"Longer training usually needs lower rates{'' if race.planned else ' (steps=)'}.",
         ]

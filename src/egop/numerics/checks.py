@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from torch import Tensor
+
 
 def check_number(name: str, value: Any) -> None:
-    """Raise TypeError for None, and for text, which is how YAML reads ``1e-3``."""
-    if value is None:
-        raise TypeError(f"{name} must be a number, got None.")
+    """Raise TypeError for what is not a number, such as text, which is how YAML reads ``1e-3``."""
     if isinstance(value, str):
         raise TypeError(
             f"{name} must be a number, got str {value!r}. Write float({value!r}), or 1.0e-3 instead of 1e-3 in YAML."
         )
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise TypeError(f"{name} must be a number, got a tensor of shape {tuple(value.shape)}.")
+    elif not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number, got {'None' if value is None else type(value).__name__}.")
 
 
 def check_positive_int(name: str, value: Any) -> None:

@@ -45,6 +45,9 @@ def name_groups(
         )
     if isinstance(params, (Tensor, Mapping)):
         raise TypeError(_describe_unnamed(params))
+    if not isinstance(params, Iterable):
+        given = "None" if params is None else type(params).__name__
+        raise TypeError(f"The model or its parameters come first, got {given}.")
     groups = list(params)
     if not groups:
         raise ValueError("The optimizer got an empty parameter list.")

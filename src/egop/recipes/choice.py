@@ -18,7 +18,7 @@ from egop.formatting import list_first
 from egop.optimizer import find_user_level
 
 # Parameters that a model holds outside any layer, such as ``pos_embed``: what they hold is added, not multiplied.
-_POSITIONS = re.compile(r"pos(ition|itional)?s?(_|$)|.*(embed|token)")
+_POSITIONS = re.compile(r"pos(ition|itional)?s?(_|$)|.*(embed|token)|(.*_)?emb(_|$)|(wpe|wte|pe)$")
 _WIDEST = 8192  # a weight whose sides are both wider is left to AdamW: its polar factor would take too long
 
 
@@ -99,8 +99,9 @@ class WeightChoice:
         weights = [name for name in (*self.matrices, *self.left) if added is None or name in added]
         for pattern in self.exclude if added is None else ():
             if not any(_matches(name, pattern) for name in names):
-                near = ", ".join(difflib.get_close_matches(pattern, weights, n=3, cutoff=0))
-                raise ValueError(f"Pattern {pattern!r} in exclude matches no parameter. Closest: {near}.")
+                near = difflib.get_close_matches(pattern, weights)
+                names = f"Closest: {', '.join(near)}." if near else f"The weights are {list_first(weights)}."
+                raise ValueError(f"Pattern {pattern!r} in exclude matches no parameter. {names}")
         chosen = [name for name in weights if name in self.matrices]
         left = list_first([f"{name} ({self.left[name]})" for name in weights if name in self.left])
         if index is None and weights:
