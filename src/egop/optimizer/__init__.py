@@ -7,6 +7,7 @@ from egop.optimizer.binding import BoundBlock
 from egop.optimizer.binding import BoundParameters as BoundParameters
 from egop.optimizer.binding import check_separate_memory as check_separate_memory
 from egop.optimizer.checks import find_user_level
+from egop.optimizer.checks import warn_of_replaced as warn_of_replaced
 from egop.optimizer.display import format_groups as format_groups
 from egop.optimizer.groups import name_groups, named_parameters
 from egop.optimizer.moments import Moments, check_moments

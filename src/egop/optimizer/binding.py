@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from egop.basis import DDP_PREFIX, Basis, ChangeOfBasis, Role, Spectrum, strip_compile_prefix
+from egop.basis import DDP_PREFIX, Basis, ChangeOfBasis, ModuleIndex, Role, Spectrum, strip_compile_prefix
 from egop.distributed import (
     is_sharded,
     is_sharded_by_rows,
@@ -233,6 +233,7 @@ class BoundParameters:
         self.tensors = _list_parameters(groups)
         self.sizes = [len(group["params"]) for group in groups]
         self.kinds = list(map(_get_kind, self.tensors))
+        self._idle: list[str] = []  # without a gradient in the last step
 
     def matches(self, groups: Groups) -> bool:
         """Return True if the groups still hold the same tensors, with the same dtype and device."""
@@ -245,6 +246,21 @@ class BoundParameters:
             return False
         is_same = len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
         return is_same and list(map(_get_kind, tensors)) == self.kinds
+
+    def find_untrained(self, index: ModuleIndex) -> list[str]:
+        """Return the names of parameters without a gradient under which the model trains other tensors.
+
+        They are found once: when the parameters without a gradient are no longer those of the last call.
+        """
+        pairs = zip(self.names, self.tensors, strict=True)
+        idle = [name for name, tensor in pairs if tensor.grad is None and tensor.requires_grad]
+        if idle == self._idle:
+            return []
+        self._idle = idle
+        known = set(map(id, self.tensors))
+        current = {name: index.find_current(name) for name in idle}
+        trained = {name: tensor for name, tensor in current.items() if tensor is not None and tensor.grad is not None}
+        return [name for name, tensor in trained.items() if id(tensor) not in known]
 
     def find_names(self, groups: Groups) -> list[str]:
         """Return the names of the groups' current parameters. A new one takes the name that belongs to its position."""

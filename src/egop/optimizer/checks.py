@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from egop.optimizer.binding import BoundBlock
+from egop.basis import ModuleIndex
+from egop.formatting import list_first
+from egop.optimizer.binding import BoundBlock, BoundParameters
 from egop.optimizer.trial import try_optimizer
 
 _ADVICE = "Use an optimizer that works coordinate by coordinate, such as Adam, AdamW, Adagrad or RMSprop"
@@ -119,6 +121,16 @@ def warn_of_no_effect(optimizer_class: type[Optimizer], blocks: Sequence[BoundBl
     else:
         return
     warnings.warn(text, stacklevel=find_user_level())
+
+
+def warn_of_replaced(bound: BoundParameters, index: ModuleIndex | None) -> None:
+    """Warn if a model has replaced parameters by new ones since it was given to the optimizer."""
+    if index is not None and (names := bound.find_untrained(index)):
+        warnings.warn(
+            f"The model has new tensors under the names {list_first(names)}, which the optimizer does not train. "
+            "Did a layer or load_state_dict(assign=True) replace them? Create the optimizer after that.",
+            stacklevel=find_user_level(),
+        )
 
 
 def find_user_level() -> int:

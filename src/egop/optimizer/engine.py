@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from egop.basis import Basis, ModuleIndex, Role, check_disjoint
 from egop.distributed import LocalShards
 from egop.optimizer.binding import BoundBlock, BoundParameters, bind_blocks, check_padding
-from egop.optimizer.checks import check_blocks, check_class, warn_of_no_effect
+from egop.optimizer.checks import check_blocks, check_class, warn_of_no_effect, warn_of_replaced
 from egop.optimizer.inner import BaseOptimizer, InnerOptimizers, check_lookahead, look_ahead
 from egop.optimizer.moments import Moments, check_moments, select_movable
 from egop.optimizer.refreshing import Refresher
@@ -152,6 +152,7 @@ class Engine:
             self.inner.store_settings(self.param_groups)
         if refresher is not None:
             refresher.after_step(self)
+        warn_of_replaced(self.bound, self.known)
 
     def _collect_gradients(self, stacks: Sequence[Stack]) -> None:
         for stack in stacks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -14,10 +13,10 @@ from torch.optim import Optimizer
 
 from egop.basis import Basis, ModuleIndex, Plan, Shared, strip_compile_prefix
 from egop.distributed import to_full, to_local
-from egop.formatting import list_first, pluralize
+from egop.formatting import pluralize
 from egop.numerics import check_nonnegative, check_positive_int, outside_inference_mode, without_autocast
 from egop.optim import PolarAdam, RotatedPolarAdam, measure_rotation
-from egop.optimizer import BoundParameters, check_separate_memory, find_user_level, format_groups, name_groups
+from egop.optimizer import BoundParameters, check_separate_memory, format_groups, name_groups, warn_of_replaced
 from egop.recipes.adamw import MOMENTS, read_numbers, step_adamw
 from egop.recipes.changes import Change, find_changes
 from egop.recipes.choice import Matrix, WeightChoice
@@ -116,7 +115,6 @@ class EGOP(Optimizer):
         settings |= {"rotate": rotate, "every": every, "outside_lr": outside_lr}
         self.defaults = settings | {"foreach": foreach, "fused": fused}
         self._is_built = False
-        self._idle: list[str] = []  # parameters that had no gradient in the last step
         self._reset_engine()  # checks the settings
         groups = name_groups(params, model=model)
         self._index = None if module is None else ModuleIndex(module)
@@ -224,14 +222,11 @@ class EGOP(Optimizer):
             is_first, known = not self.state, self._choice.matrices
             matrices: dict[_Kind, tuple[list[Tensor], list[Tensor]]] = {}
             others: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.param_groups]
-            idle: list[str] = []
             for index, group in enumerate(self.param_groups):
                 self._check_group(group)
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
                     gradient = parameter.grad
                     if gradient is None or not parameter.numel():
-                        if parameter.requires_grad and parameter.numel():
-                            idle.append(name)
                         continue
                     if gradient.layout is not torch.strided:
                         raise TypeError("egop.EGOP does not support sparse gradients: use sparse=False in embeddings.")
@@ -242,7 +237,7 @@ class EGOP(Optimizer):
             for group, outside in zip(self.param_groups, others, strict=True):
                 step_adamw(group, *outside, self.state)
             self._step_matrices(matrices)
-            self._warn_of_replaced(idle)
+            warn_of_replaced(self._bound, self._index)
             if is_first and all(float(group["lr"]) == 0 for group in self.param_groups):
                 self._forget_empty_step()
         return loss
@@ -357,21 +352,6 @@ class EGOP(Optimizer):
             raise ValueError("rotate cannot be changed in param_groups: create a new optimizer.")
         if group["rotate"]:
             check_positive_int("every", group["every"])
-
-    def _warn_of_replaced(self, idle: list[str]) -> None:
-        """Warn if the model trains other tensors under the names of parameters without a gradient."""
-        if self._index is None or idle == self._idle:
-            return
-        self._idle = idle
-        known = set(map(id, self._bound.tensors))
-        current = {name: self._index.find_current(name) for name in idle}
-        trained = {name: tensor for name, tensor in current.items() if tensor is not None and tensor.grad is not None}
-        if found := [name for name, tensor in trained.items() if id(tensor) not in known]:
-            warnings.warn(
-                f"The model has new tensors under the names {list_first(found)}, which the optimizer does not train. "
-                "Did a layer or load_state_dict(assign=True) replace them? Create the optimizer after that.",
-                stacklevel=find_user_level(),
-            )
 
     def _find_owner(self, change: Change) -> Tensor:
         """Return the parameter whose state the new one takes over: its own, if it has any."""
