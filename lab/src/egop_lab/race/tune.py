@@ -67,7 +67,8 @@ RULES = """
 13. GPT 6x384 with 1,600 steps trains with torch.compile instead of CUDA graphs, which is faster, in all arms. (Since
    2026-11-18, before its first run.)
    Of the other settings it takes those that each method chose for 400 steps: they are those of rule 7, but for AdamW's
-   warm-up of 100 steps. (Since 2026-11-19, before its first run.)
+   warm-up of 100 steps. (Since 2026-11-19, before its first run.) NorMuon, which chose no clipping for 400 steps, clips
+   as on the other tasks.
 14. On Python code AdamW also tries a warm-up of 100 steps, by a full-length run with seed 0 at its best rate; if that
    is better, the rate is tuned again with it, as in rule 2. (Since 2026-11-19, before that run: 50 steps might be too
    few for AdamW there, and rivals should be tuned at least as well as EGOP.)
