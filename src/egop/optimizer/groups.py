@@ -132,5 +132,5 @@ def _read_members(group: Any, known: ModuleIndex | None) -> list[tuple[str, Any]
 def _describe_unnamed(given: Any) -> str:
     return (
         f"Parameters must come with their names, got {type(given).__name__}. Pass the model itself instead of "
-        "model.parameters(). For some of its parameters, or groups of them, add model=model."
+        "model.parameters(). For some of its parameters, or groups of them, add model=model, or use named_parameters()."
     )
