@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from egop_lab.race.tasks import TASKS, TUNING_SEEDS, Run
 from egop_lab.race.tune import read_losses
 
 PAGE = Path(__file__).parents[3] / "docs" / "reproduction" / "adamws-rate.md"
+RACE_PAGE = PAGE.with_name("race.md")
 
 
 def make_tables():
@@ -22,15 +24,17 @@ def make_tables():
         "convolutions": update_sizes.make_convolutions_table(losses),
         "race": update_sizes.make_outside_table(losses),
         "outside": update_sizes.make_table(small),
+        "muon": update_sizes.make_muon_table(map(json.loads, update_sizes.MUON_RECORD.read_text().splitlines())),
     }
 
 
-@pytest.mark.parametrize("name", ["adams", "convolutions", "race", "outside"])
+@pytest.mark.parametrize("name", ["adams", "convolutions", "race", "outside", "muon"])
 def test_the_page_shows_the_records(name):
+    page = RACE_PAGE if name == "muon" else PAGE
     rows = make_tables()[name]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|---" * len(rows[0]) + "|")
-    assert PAGE.read_text().split(f"<!-- {name} -->\n")[1] == "\n".join(lines) + "\n", "\n".join(lines)
+    assert page.read_text().split(f"<!-- {name} -->\n")[1] == "\n".join(lines) + "\n", "\n".join(lines)
 
 
 def test_differences_are_paired():
@@ -69,3 +73,14 @@ def test_missing_runs_are_done_once(tmp_path, monkeypatch):
         runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
         assert [run["multiple"] for run in runs] == [1, 2, 4]
     assert len({run["test"] for run in runs}) == 3
+
+
+def test_missing_runs_of_muon_are_done_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(update_sizes, "MUON_RECORD", tmp_path / "runs.jsonl")
+    monkeypatch.setattr(update_sizes, "_MUON_RATES", {"Muon": range(5, 7), "EGOP": range(3, 4)})
+    monkeypatch.setattr(update_sizes, "TASKS", {"gpt-3x96": (dataclasses.replace(TASKS["tiny"], steps=4), 10)})
+    for _ in range(2):
+        update_sizes.main("muon", "")
+        runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+        assert Counter((run["method"], run["rate"]) for run in runs) == {("Muon", 5): 3, ("Muon", 6): 3, ("EGOP", 3): 3}
+    assert [row[0] for row in update_sizes.make_muon_table(runs)] == ["GPT 3×96", "Muon", "`EGOP`"]

@@ -1,13 +1,15 @@
-"""Compare sizes of updates: constant or as large as Adam's, of convolutions, and of what AdamW updates beside EGOP.
+"""Compare sizes of updates: constant or like Adam's, of convolutions, of what AdamW updates beside EGOP, of Muon.
 
 ``python -m egop_lab.race.update_sizes TASK DATA`` adds the missing runs of a small ViT and a small GPT with other rates
-outside to ``docs/records/outside-rate.jsonl``; a run takes a minute on a CPU core. ``docs/records/update-sizes.jsonl``
-holds tuning runs of the race on a GPU. A test compares ``docs/reproduction/adamws-rate.md`` with both.
+outside to ``docs/records/outside-rate.jsonl``; with ``muon`` for the task, those of Muon with EGOP's sizes on the small
+GPT to ``docs/records/muon-sizes.jsonl``. A run takes a minute on a CPU core. ``docs/records/update-sizes.jsonl`` holds
+tuning runs of the race on a GPU. A test compares ``docs/reproduction/adamws-rate.md`` and ``race.md`` with them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -27,6 +29,7 @@ from egop_lab.race.tune import Losses
 
 _RECORDS = Path(__file__).parents[4] / "docs" / "records"
 RECORD = _RECORDS / "outside-rate.jsonl"
+MUON_RECORD = _RECORDS / "muon-sizes.jsonl"
 TUNING_RECORDS = (_RECORDS / "race.jsonl", _RECORDS / "update-sizes.jsonl")
 METHODS = {1: "EGOP", 2: "EGOP, outside rate x 2", 4: "EGOP, outside rate x 4"}  # by multiple
 SEEDS = range(5)
@@ -48,6 +51,26 @@ _ADAMS_RATES = {
     "resnet-34": (-2, -1, 0, 1),
     "vit-6x384": (-3, -2, -1),
 }
+
+
+_MUON_RATES = {
+    "Muon": range(5, 11),
+    tasks.MUON_SIZED: range(5, 11),
+    "PolarAdam": range(3, 7),
+    "EGOP": range(3, 6),
+}
+_MUON_TITLES = {tasks.MUON_SIZED: "Muon with `EGOP`'s sizes", "PolarAdam": "`rotate=False`", "EGOP": "`EGOP`"}
+
+
+def make_muon_table(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the median validation loss of Muon with both sizes, and of EGOP, each at its best rate."""
+    losses = {(each["method"], each["rate"], each["seed"]): each["validation"] for each in records}
+    rows = [["GPT 3×96", "best lr", "median validation loss"]]
+    for method, rates in _MUON_RATES.items():
+        medians = {rate: statistics.median(losses[method, rate, seed] for seed in tasks.TUNING_SEEDS) for rate in rates}
+        best = min(medians, key=lambda rate: medians[rate])
+        rows.append([_MUON_TITLES.get(method, method), _format_rate(best), f"{medians[best]:.3f}"])
+    return rows
 
 
 def make_table(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
@@ -115,9 +138,28 @@ def _settings(task: tasks.Task, rate: int) -> dict[str, Any]:
     return own | {"rate": rate, "beta": task.betas["EGOP"][0]}
 
 
+def run_muon(data: str) -> None:
+    """Do the runs with other sizes of Muon that the record does not have yet."""
+    task, _ = TASKS["gpt-3x96"]
+    problem = make_problem(task, data, torch.device("cpu"))
+    for method, rates in _MUON_RATES.items():
+        for rate, seed in itertools.product(rates, tasks.TUNING_SEEDS):
+            lines = MUON_RECORD.read_text().splitlines() if MUON_RECORD.exists() else []
+            done = [(each["method"], each["rate"], each["seed"]) for each in map(json.loads, lines)]
+            if (method, rate, seed) not in done:
+                settings = _settings(task, rate) | {"beta": task.betas[method][0]}
+                run = tasks.Run(**settings, method=method, seed=seed)
+                loss = train(problem, task, run)["validation"]
+                record = {"method": method, "rate": rate, "lr": run.lr, "seed": seed, "validation": loss}
+                append_record(MUON_RECORD, record)
+
+
 def main(name: str, data: str) -> None:
-    """Do the runs of a task that the record does not have yet."""
+    """Do the runs of a study that the record does not have yet."""
     torch.set_num_threads(1)
+    if name == "muon":
+        run_muon(data)
+        return
     task, rate = TASKS[name]
     problem = make_problem(task, data, torch.device("cpu"))
     for seed in SEEDS:
