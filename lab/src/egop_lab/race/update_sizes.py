@@ -63,13 +63,14 @@ _MUON_TITLES = {tasks.MUON_SIZED: "Muon with `EGOP`'s sizes", "PolarAdam": "`rot
 
 
 def make_muon_table(records: Iterable[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the median validation loss of Muon with both sizes, and of EGOP, each at its best rate."""
+    """Return the mean validation loss of Muon with both sizes, and of EGOP, each at the rate with the best median."""
     losses = {(each["method"], each["rate"], each["seed"]): each["validation"] for each in records}
-    rows = [["GPT 3×96", "best lr", "median validation loss"]]
+    rows = [["GPT 3×96", "best lr", "validation loss"]]
     for method, rates in _MUON_RATES.items():
-        medians = {rate: statistics.median(losses[method, rate, seed] for seed in tasks.TUNING_SEEDS) for rate in rates}
-        best = min(medians, key=lambda rate: medians[rate])
-        rows.append([_MUON_TITLES.get(method, method), _format_rate(best), f"{medians[best]:.3f}"])
+        found = {rate: [losses[method, rate, seed] for seed in tasks.TUNING_SEEDS] for rate in rates}
+        best = min(found, key=lambda rate: statistics.median(found[rate]))
+        mean, half = interval(found[best])
+        rows.append([_MUON_TITLES.get(method, method), _format_rate(best), f"{mean:.3f} ± {half:.3f}"])
     return rows
 
 
@@ -138,14 +139,17 @@ def _settings(task: tasks.Task, rate: int) -> dict[str, Any]:
     return own | {"rate": rate, "beta": task.betas["EGOP"][0]}
 
 
+def _read(path: Path) -> list[dict[str, Any]]:
+    return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+
+
 def run_muon(data: str) -> None:
     """Do the runs with other sizes of Muon that the record does not have yet."""
     task, _ = TASKS["gpt-3x96"]
     problem = make_problem(task, data, torch.device("cpu"))
     for method, rates in _MUON_RATES.items():
         for rate, seed in itertools.product(rates, tasks.TUNING_SEEDS):
-            lines = MUON_RECORD.read_text().splitlines() if MUON_RECORD.exists() else []
-            done = [(each["method"], each["rate"], each["seed"]) for each in map(json.loads, lines)]
+            done = [(each["method"], each["rate"], each["seed"]) for each in _read(MUON_RECORD)]
             if (method, rate, seed) not in done:
                 settings = _settings(task, rate) | {"beta": task.betas[method][0]}
                 run = tasks.Run(**settings, method=method, seed=seed)
@@ -164,8 +168,7 @@ def main(name: str, data: str) -> None:
     problem = make_problem(task, data, torch.device("cpu"))
     for seed in SEEDS:
         for multiple, method in METHODS.items():
-            lines = RECORD.read_text().splitlines() if RECORD.exists() else []
-            done = [(each["task"], each["multiple"], each["seed"]) for each in map(json.loads, lines)]
+            done = [(each["task"], each["multiple"], each["seed"]) for each in _read(RECORD)]
             if (name, multiple, seed) not in done:
                 run = tasks.Run(**_settings(task, rate), method=method, seed=seed)
                 results = train(problem, task, run)
